@@ -1,0 +1,1 @@
+"""Tandem: disaggregated prefill and decode for LLM inference."""
