@@ -1,0 +1,187 @@
+"""Models of `InferenceEndpointConfig`: the parts that code reads, under the CRD's own names.
+
+Sections that code does not read yet are kept as they came (`Any`), so nothing is lost and every
+path of the manifest can still be listed. Unknown names are errors: kubectl refuses them too.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+GROUP = "inference.sagemaker.aws.amazon.com"
+KIND = "InferenceEndpointConfig"
+VERSIONS = ("v1", "v1alpha1")
+
+ANNOTATION_CONNECTOR = "tandem.dev/connector"
+"""Overrides the KV connector that would be chosen: `auto` (default) or `nixl`."""
+
+Int32 = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+
+
+class Role(StrEnum):
+    """A pool of engines of a disaggregated endpoint."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Section(BaseModel):
+    """An object of the resource: camelCase on the wire, unknown names refused, immutable."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+
+
+class RoleSpec(Section):
+    """`pdSpec.prefillSpec` and `pdSpec.decodingSpec`."""
+
+    replicas: Annotated[Int32, Field(ge=1)] = 1
+    args: tuple[str, ...] = ()
+    node_selector: dict[str, str] | None = None
+    resources: dict[str, Any] | None = None
+
+
+class TopologySpec(Section):
+    same_az: bool = Field(default=True, alias="sameAZ")
+    availability_zone: str | None = None
+    placement_group: str | None = None
+
+
+class PdSpec(Section):
+    """`spec.pdSpec`: its presence makes the endpoint disaggregated."""
+
+    prefill_spec: RoleSpec
+    decoding_spec: RoleSpec
+    routing_threshold: Annotated[Int32, Field(ge=0)] = 4096
+    """Prompt tokens from which a request goes through a prefiller; 0 = always."""
+    topology_spec: TopologySpec | None = None
+    auto_scaling_spec: Any = None
+
+    def role(self, role: Role) -> RoleSpec:
+        return self.prefill_spec if role is Role.PREFILL else self.decoding_spec
+
+
+class IntelligentRoutingSpec(Section):
+    enabled: bool = False
+    routing_strategy: Literal["prefixaware", "kvaware", "session", "roundrobin"] = "prefixaware"
+    auto_scaling_spec: Any = None
+
+
+class ModelSource(Section):
+    """`spec.modelSourceConfig`."""
+
+    model_source_type: Literal["fsx", "s3", "huggingface", "kubernetesVolume"]
+    model_location: str | None = None
+    prefetch_enabled: bool = False
+    s3_storage: Any = Field(default=None, alias="s3Storage")
+    fsx_storage: Any = None
+    hugging_face_model: Any = None
+
+
+class HostPath(Section):
+    path: str
+    type: str | None = None
+
+
+class Volume(BaseModel):
+    """A core/v1 Volume; only what a local endpoint can mount is read, the other kinds are kept."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
+
+    name: str
+    host_path: HostPath | None = None
+
+
+class KubernetesSpec(Section):
+    volumes: tuple[Volume, ...] = ()
+    init_containers: Any = None
+    scheduler_name: str | None = None
+    service_account_name: str | None = None
+
+
+class InvocationPort(Section):
+    container_port: Port
+    name: Literal["http", "grpc"] = "http"
+
+
+class ModelVolumeMount(Section):
+    name: str
+    mount_path: str = "/opt/ml/model"
+
+
+class EnvVar(Section):
+    name: Annotated[str, Field(min_length=1)]
+    value: str | None = None
+    value_from: Any = None
+
+
+class Worker(Section):
+    """`spec.worker`: what both roles share."""
+
+    image: str
+    model_invocation_port: InvocationPort
+    model_volume_mount: ModelVolumeMount
+    resources: Any
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    working_dir: str | None = None
+    environment_variables: tuple[EnvVar, ...] = ()
+    probes: Any = None
+    request_limits: Any = None
+
+
+class Spec(Section):
+    model_name: str
+    model_source_config: ModelSource
+    worker: Worker
+    pd_spec: PdSpec | None = None
+    intelligent_routing_spec: IntelligentRoutingSpec | None = None
+    kubernetes: KubernetesSpec | None = None
+    invocation_endpoint: str = "invocations"
+
+    # Not read by code yet; accepted as they come.
+    initial_replica_count: Any = Field(default=None, alias="InitialReplicaCount")
+    auto_scaling_spec: Any = None
+    data_capture: Any = None
+    dns_config: Any = None
+    endpoint_name: Any = None
+    inference_gateway: Any = None
+    instance_type: Any = None
+    instance_types: Any = None
+    kv_cache_spec: Any = None
+    load_balancer: Any = None
+    max_deploy_time_in_seconds: Any = None
+    metrics: Any = None
+    metrics_collector_resources: Any = None
+    metrics_sidecar_resources: Any = None
+    model_cache_config: Any = None
+    model_version: Any = None
+    node_affinity: Any = None
+    replicas: Any = None
+    s3_uploader_resources: Any = Field(default=None, alias="s3UploaderResources")
+    tags: Any = None
+    tls_config: Any = None
+
+
+class Metadata(BaseModel):
+    """The part of ObjectMeta that is read."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+    namespace: str = "default"
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class Endpoint(Section):
+    """One `InferenceEndpointConfig`."""
+
+    api_version: str
+    kind: Literal["InferenceEndpointConfig"]
+    metadata: Metadata
+    spec: Spec
+    status: Any = None

@@ -1,0 +1,63 @@
+"""An engine's own counters: what it computed, found in its cache, and received from another engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True)
+class EngineCounters:
+    """Sums since an engine's start, from vLLM's /metrics. Prompt tokens by where their KV came from."""
+
+    computed_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    received_tokens: float = 0.0
+    kv_bytes: float = 0.0
+    kv_seconds: float = 0.0
+    kv_transfers: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> float:
+        return self.computed_tokens + self.cached_tokens + self.received_tokens
+
+    def since(self, before: EngineCounters) -> EngineCounters:
+        return EngineCounters(
+            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
+        )
+
+
+_SOURCES = {
+    "local_compute": "computed_tokens",
+    "local_cache_hit": "cached_tokens",
+    "external_kv_transfer": "received_tokens",
+}
+_SUMS = {
+    "vllm:nixl_bytes_transferred_sum": "kv_bytes",
+    "vllm:nixl_xfer_time_seconds_sum": "kv_seconds",
+    "vllm:nixl_xfer_time_seconds_count": "kv_transfers",
+}
+
+
+def read_counters(text: str) -> EngineCounters:
+    """The counters in a Prometheus text exposition; a metric that is missing counts as 0."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = (
+                _SOURCES.get(sample.labels.get("source", ""))
+                if sample.name == "vllm:prompt_tokens_by_source_total"
+                else _SUMS.get(sample.name)
+            )
+            if name is not None:
+                values[name] = values.get(name, 0.0) + sample.value
+    return EngineCounters(**values)
+
+
+async def scrape(client: httpx.AsyncClient, engine: str) -> EngineCounters:
+    """Read an engine's counters now. Raises httpx.HTTPError when it cannot be reached."""
+    answer = await client.get(f"{engine}/metrics")
+    answer.raise_for_status()
+    return read_counters(answer.text)

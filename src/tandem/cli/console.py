@@ -1,0 +1,129 @@
+"""What commands show a person: progress and plans on stderr, results on stdout."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from tandem.bench.proof import Proof, Shot
+from tandem.local.plan import LocalPlan
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Progress:
+    """Shows what each process is doing: live on a terminal, one line a change elsewhere."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._shown: dict[str, str] = {}
+        self._live = Live(console=err, refresh_per_second=4, transient=True) if err.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    def stop(self) -> None:
+        """Leave the terminal to whoever prints next."""
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, doing: dict[str, str]) -> None:
+        seconds = self.seconds
+        if self._live:
+            table = Table.grid(padding=(0, 2))
+            for name, what in doing.items():
+                table.add_row(name, what)
+            table.add_row("", f"{seconds:.0f} s")
+            self._live.update(table)
+        else:
+            for name, what in doing.items():
+                if self._shown.get(name) != what:
+                    err.print(f"{seconds:5.1f} s  {name}: {what}")
+        self._shown = dict(doing)
+
+
+def show_notes(plan: LocalPlan) -> None:
+    """What was decided for this machine, and which fields of the manifest do nothing on it."""
+    for note in plan.notes:
+        err.print(f"note: {note}", markup=False)
+    if plan.unused_fields:
+        err.print(f"no meaning on one machine: {', '.join(plan.unused_fields)}", markup=False)
+
+
+def show_plan(plan: LocalPlan) -> None:
+    """Every process as a command line that could be typed."""
+    show_notes(plan)
+    for engine in plan.engines:
+        where = f"cores {','.join(map(str, engine.cpus))}" if engine.cpus else ""
+        where = f"GPUs {','.join(engine.gpus)}" if engine.gpus else where or "any core"
+        out.print(f"# {engine.name}: {engine.url}, {where}", markup=False)
+        env = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(engine.env.items()))
+        out.print(f"{env} {shlex.join(engine.argv)}\n", markup=False)
+    out.print(f"# router: {plan.url}", markup=False)
+    out.print(shlex.join(plan.router_argv), markup=False)
+
+
+def show_proof(proof: Proof) -> None:
+    """The two requests side by side, then every claim and what was seen."""
+    table = Table(title="What happened to each request", title_justify="left", box=SIMPLE)
+    table.add_column("")
+    for shot in proof.shots:
+        table.add_column(f"{shot.name} prompt", justify="right")
+    for label, show in _FIGURES:
+        cells = [show(shot) for shot in proof.shots]
+        if any(cells):
+            table.add_row(label, *cells)
+    out.print(table)
+    for shot in proof.shots:
+        out.print(f"{shot.name} answer: {' '.join(shot.answer.split())}", markup=False)
+    out.print()
+    checks = Table(title="Proofs", title_justify="left", box=SIMPLE)
+    for column in ("", "claim", "seen"):
+        checks.add_column(column)
+    for check in proof.checks:
+        checks.add_row("[green]ok[/]" if check.held else "[red]FAILED[/]", check.claim, escape(check.seen))
+    out.print(checks)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+_FIGURES: tuple[tuple[str, Callable[[Shot], str]], ...] = (
+    ("path", lambda s: s.path.replace("_", " ")),
+    ("prompt tokens, counted by the router", lambda s: _count(s.router_tokens)),
+    ("prompt tokens, counted by the engine", lambda s: _count(s.engine_tokens)),
+    ("prefill leg", lambda s: _ms(s.prefill_ms)),
+    ("KV transfer", lambda s: "" if s.kv_bytes is None else f"{s.kv_bytes / 1e6:.1f} MB in {_ms(s.kv_ms)}"),
+    ("decoder: tokens received from the prefiller", lambda s: _count(s.remote_tokens)),
+    ("decoder: tokens found in its own cache", lambda s: _count(s.cached_tokens)),
+    ("decoder: prompt tokens computed", lambda s: _count(s.computed_tokens)),
+    ("TTFT", lambda s: _ms(s.ttft_ms)),
+    ("ITL, median", lambda s: _ms(s.itl_p50_ms)),
+    ("ITL, longest", lambda s: _ms(s.itl_max_ms)),
+)

@@ -1,0 +1,88 @@
+"""`tandem demo`: the proof, on the built-in endpoint or on one that runs already."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+from tandem.cli import ENVIRONMENT, FAILURE, OK, complain
+from tandem.cli.up import add_endpoint_arguments, plan_or_complain, run_until_signalled
+
+if TYPE_CHECKING:
+    from tandem.bench.proof import Proof
+    from tandem.local.plan import LocalPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_endpoint_arguments(parser)
+    parser.add_argument("--url", help="router of an endpoint that runs already, instead of starting one")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import httpx
+
+    from tandem.bench.chat import RequestFailed
+    from tandem.bench.proof import ProofError
+    from tandem.local.errors import LocalError
+
+    proofs: list[Proof] = []
+    plan: LocalPlan | int | None = None if arguments.url else plan_or_complain(arguments)
+    if isinstance(plan, int):
+        return plan
+    try:
+        if plan is None:
+            asyncio.run(_prove(arguments.url, proofs))
+        else:
+            run_until_signalled(_start_and_prove(plan, proofs))
+    except LocalError as error:
+        complain(error)
+        return ENVIRONMENT
+    except (ProofError, RequestFailed) as error:
+        complain(error)
+        return FAILURE
+    except httpx.HTTPError as error:
+        complain(f"{arguments.url or 'the endpoint'} cannot be reached: {str(error) or type(error).__name__}")
+        return ENVIRONMENT if arguments.url else FAILURE
+    if not proofs:
+        return 130
+    _show(proofs[0], plan, as_json=arguments.json)
+    return OK if proofs[0].held else FAILURE
+
+
+async def _prove(url: str, proofs: list[Proof]) -> None:
+    from tandem.bench.proof import prove
+    from tandem.cli.console import err
+
+    proofs.append(await prove(url.rstrip("/"), on_step=lambda step: err.print(f"sending {step}")))
+
+
+async def _start_and_prove(plan: LocalPlan, proofs: list[Proof]) -> None:
+    from tandem.cli.console import Progress, err, show_notes
+    from tandem.local.endpoint import running
+
+    show_notes(plan)
+    with Progress() as progress:
+        async with running(plan, on_progress=progress) as endpoint:
+            progress.stop()
+            err.print(f"ready after {progress.seconds:.0f} s")
+            await endpoint.while_alive(_prove(plan.url, proofs))
+
+
+def _show(proof: Proof, plan: LocalPlan | None, *, as_json: bool) -> None:
+    from tandem.cli.console import out, show_proof
+
+    if as_json:
+        print(json.dumps(proof.as_dict(), indent=2))
+        return
+    show_proof(proof)
+    failed = [c.claim for c in proof.checks if not c.held]
+    if failed:
+        complain(f"{len(failed)} of {len(proof.checks)} proofs failed: {'; '.join(failed)}")
+    elif plan is not None:
+        out.print(f"\nKeep it running with `tandem up`: it serves {plan.url}, and this works then:")
+        out.print(plan.curl(), markup=False)
+    else:
+        out.print(f"\nThe endpoint is {proof.url}")

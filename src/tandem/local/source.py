@@ -1,0 +1,72 @@
+"""Where the model of an endpoint lies on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from tandem.api import Endpoint
+from tandem.engine import flag_value
+from tandem.local.builtin import MODEL_ID
+from tandem.local.errors import LocalError
+
+
+def find_model(endpoint: Endpoint, override: Path | None, builtin: Callable[[], Path]) -> Path:
+    """The model's folder: `--model` of the command line, else what the resource names.
+
+    The resource can name it by a kubernetesVolume's hostPath, by `--model PATH` in worker.args where
+    PATH exists here, or by the Hugging Face id of the built-in model. Raises LocalError with the field
+    path and the way out.
+    """
+    if override is not None:
+        return _checked(override, "--model")
+    spec = endpoint.spec
+    source = spec.model_source_config
+    named = flag_value(spec.worker.args, "--model")
+    if source.model_source_type == "kubernetesVolume":
+        return _checked(_in_host_path(endpoint, named), "spec.kubernetes.volumes")
+    if named is not None and Path(named).is_dir():
+        return _checked(Path(named), "spec.worker.args --model")
+    hub = source.hugging_face_model
+    if isinstance(hub, dict) and hub.get("modelId") == MODEL_ID:
+        return builtin()
+    raise LocalError(
+        f"spec.modelSourceConfig: {source.model_source_type} is not read on one machine. Put the model "
+        "into a folder and run `tandem up --model FOLDER`, or name it by a kubernetesVolume with a hostPath."
+    )
+
+
+def _in_host_path(endpoint: Endpoint, named: str | None) -> Path:
+    mount = endpoint.spec.worker.model_volume_mount
+    volumes = endpoint.spec.kubernetes.volumes if endpoint.spec.kubernetes else ()
+    volume = next((v for v in volumes if v.name == mount.name), None)
+    if volume is None:
+        raise LocalError(
+            f"spec.kubernetes.volumes: no volume is named {mount.name!r}, "
+            "the name in spec.worker.modelVolumeMount.name."
+        )
+    if volume.host_path is None:
+        raise LocalError(
+            f"spec.kubernetes.volumes: volume {mount.name!r} is no hostPath, "
+            "the only kind that one machine has."
+        )
+    host = Path(volume.host_path.path)
+    if named is None:
+        return host
+    try:
+        inside = PurePosixPath(named).relative_to(mount.mount_path)
+    except ValueError:
+        raise LocalError(
+            f"spec.worker.args: --model {named} does not lie under "
+            f"spec.worker.modelVolumeMount.mountPath ({mount.mount_path})."
+        ) from None
+    return host / inside
+
+
+def _checked(folder: Path, where: str) -> Path:
+    if not folder.is_dir():
+        raise LocalError(f"{where}: {folder} is not a folder on this machine.")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise LocalError(f"{where}: {folder} has no {name}; it must be a Hugging Face model folder.")
+    return folder.resolve()

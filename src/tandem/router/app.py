@@ -1,0 +1,162 @@
+"""The router as a process: its routes, its parts wired together, its life from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from tandem.config import RouterConfig
+from tandem.http import Client, Request, Responder, Server, serve
+from tandem.prompt import PromptCounter, load
+from tandem.router.canary import Prober
+from tandem.router.classify import Api
+from tandem.router.connectors import CONNECTORS
+from tandem.router.counting import Counter
+from tandem.router.discovery import Discovery, StaticDiscovery
+from tandem.router.engines import Fleet
+from tandem.router.errors import ApiError
+from tandem.router.flow import Flow
+from tandem.router.legs import Legs
+from tandem.router.metrics import Metrics
+from tandem.router.strategies import STRATEGIES
+
+logger = logging.getLogger("tandem.router")
+
+_JSON = (b"content-type", b"application/json")
+
+
+class App:
+    """The allow-list of paths. Anything else that engines serve is not reachable through a router."""
+
+    def __init__(self, fleet: Fleet, flow: Flow, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._flow = flow
+        self._metrics = metrics
+        self._pages: dict[str, Callable[[Responder], None]] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._render_metrics,
+            "/v1/models": self._models,
+        }
+        self._generation = {api.value: api for api in Api}
+        self.draining = False
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        api = self._generation.get(request.path)
+        page = self._pages.get(request.path)
+        if api is not None and request.method == "POST":
+            await self._flow.serve(request, responder, api)
+        elif page is not None and request.method in ("GET", "HEAD"):
+            page(responder)
+        else:
+            self._refuse(request, responder, allow=b"POST" if api else b"GET, HEAD" if page else None)
+
+    def _refuse(self, request: Request, responder: Responder, *, allow: bytes | None) -> None:
+        if allow is None:
+            error = ApiError(404, f"There is no {request.path} here.", kind="not_found_error")
+            responder.send(404, error.headers(), error.body())
+        else:
+            error = ApiError(405, f"{request.path} does not take {request.method}.")
+            responder.send(405, [*error.headers(), (b"allow", allow)], error.body())
+
+    def _health(self, responder: Responder) -> None:
+        responder.send(200, [_JSON], b'{"status":"ok"}')
+
+    def _ready(self, responder: Responder) -> None:
+        why = "draining" if self.draining else self._fleet.missing
+        answer = msgspec.json.encode({"ready": why is None, "reason": why})
+        responder.send(503 if why else 200, [_JSON], answer)
+
+    def _render_metrics(self, responder: Responder) -> None:
+        responder.send(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.render())
+
+    def _models(self, responder: Responder) -> None:
+        responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": self._fleet.models}))
+
+
+def load_counter(config: RouterConfig) -> PromptCounter | None:
+    """The tokenizer and template that a configuration names, or None when engines shall count.
+
+    Raises ValueError or OSError when the folder holds none that can be used.
+    """
+    folder = config.model_path or config.tokenizer
+    if folder is None:
+        return None
+    return load(
+        Path(folder),
+        tokenizer_dir=Path(config.tokenizer) if config.tokenizer else None,
+        chat_template=Path(config.chat_template).read_text("utf-8") if config.chat_template else None,
+    )
+
+
+@asynccontextmanager
+async def running(
+    config: RouterConfig, local: PromptCounter | None, *, discovery: Discovery | None = None
+) -> AsyncIterator[tuple[Server, App]]:
+    """A router at work inside the block; drained and closed after it."""
+    client, fleet, metrics = Client(), Fleet(), Metrics()
+    legs = Legs(client, config)
+    counter = Counter(local, legs, fleet)
+    connector = CONNECTORS[config.connector]
+    flow = Flow(config, fleet, legs, counter, STRATEGIES[config.routing_strategy](), connector, metrics)
+    app = App(fleet, flow, metrics)
+    source = discovery or StaticDiscovery(config.prefill, config.decode)
+    prober = asyncio.create_task(Prober(source, fleet, legs, counter, connector, metrics).run())
+    try:
+        server = await serve(app, config.host, config.port)
+        try:
+            yield server, app
+        finally:
+            app.draining = True
+            await server.drain(config.drain_timeout)
+            await server.close()
+    finally:
+        prober.cancel()
+        with suppress(asyncio.CancelledError):
+            await prober
+        await client.aclose()
+
+
+async def _until_signalled(config: RouterConfig, local: PromptCounter | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running(config, local) as (server, _):
+        logger.info("listening on http://%s:%d", config.host, server.port)
+        logger.info(
+            "mode: %d prefill, %d decode, connector %s, strategy %s, threshold %d, counting %s",
+            len(config.prefill),
+            len(config.decode),
+            config.connector,
+            config.routing_strategy,
+            config.routing_threshold,
+            "by engines" if local is None else "here",
+        )
+        await stop.wait()
+        logger.info("draining for at most %g s", config.drain_timeout)
+
+
+def run(config: RouterConfig) -> None:
+    """Run a router until SIGTERM or SIGINT.
+
+    Raises OSError when it cannot listen, ValueError for a bad model.
+    """
+    logging.basicConfig(
+        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s [%(levelname)s] %(message)s"
+    )
+    local = load_counter(config)
+    try:
+        import uvloop
+    except ImportError:  # not on this platform; slower, otherwise the same
+        asyncio.run(_until_signalled(config, local))
+    else:
+        uvloop.run(_until_signalled(config, local))

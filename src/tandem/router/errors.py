@@ -1,0 +1,52 @@
+"""Errors that a client of the router sees, in OpenAI's form."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.http import Headers
+
+
+class ApiError(Exception):
+    """Ends a request with an HTTP status and `{"error": {message, type, param, code}}`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | int | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code if code is not None else status
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+    def headers(self) -> Headers:
+        headers: Headers = [(b"content-type", b"application/json")]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        return headers
+
+    def event(self) -> bytes:
+        """The same error as an event of a stream that has already begun."""
+        return b"data: " + self.body() + b"\n\n"
+
+
+def unavailable(message: str, *, retry_after_s: int = 1) -> ApiError:
+    return ApiError(503, message, kind="service_unavailable", retry_after_s=retry_after_s)
+
+
+def bad_gateway(message: str) -> ApiError:
+    return ApiError(502, message, kind="engine_error")

@@ -1,0 +1,49 @@
+"""Which headers cross the router, in each direction."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import uuid
+
+from tandem.http import Headers, Request, end_to_end
+
+# Not forwarded to engines: spoken to the router, or rewritten for the leg.
+_REQUEST_ONLY = frozenset(
+    {b"host", b"expect", b"content-length", b"accept-encoding", b"content-type", b"x-request-id"}
+)
+# Not relayed to clients: an engine's own, or written anew by the router.
+_RESPONSE_ONLY = frozenset({b"content-length", b"server", b"date", b"x-request-id"})
+
+_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def request_id(request: Request) -> str:
+    """The client's own request id where it is usable as one, else a fresh one."""
+    given = request.header(b"x-request-id")
+    if given is not None and _ID.fullmatch(given):
+        return given.decode()
+    return uuid.uuid4().hex
+
+
+def engine_request_id(request_id: str) -> str:
+    """The id that engines see: KV is keyed by it, so clients must not be able to guess or repeat it."""
+    return f"{request_id}-{secrets.token_hex(8)}"
+
+
+def to_engine(request: Request, engine_id: str) -> Headers:
+    """A leg's headers: the client's end-to-end headers, with the leg's own id."""
+    headers = [
+        (name, value)
+        for name, value in end_to_end(request.headers)
+        if name not in _REQUEST_ONLY and not name.startswith(b"x-tandem-")
+    ]
+    headers += [(b"content-type", b"application/json"), (b"x-request-id", engine_id.encode())]
+    return headers
+
+
+def to_client(headers: Headers, request_id: str) -> Headers:
+    """An answer's headers: the engine's end-to-end headers, with the client's id."""
+    relayed = [pair for pair in end_to_end(headers) if pair[0] not in _RESPONSE_ONLY]
+    relayed.append((b"x-request-id", request_id.encode()))
+    return relayed

@@ -1,0 +1,139 @@
+"""One call to one engine: a leg of a request, a canary, a question. Every way to fail becomes LegFailed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.config import RouterConfig
+from tandem.http import (
+    BodyTooLarge,
+    Client,
+    ConnectFailed,
+    Headers,
+    HeadTimeout,
+    HTTPClientError,
+    IdleTimeout,
+    Response,
+    UpstreamClosed,
+)
+from tandem.router.engines import Engine
+
+# An answer that is read whole (a prefill reply, a non-streamed completion) may not be larger than this.
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+
+# Labels of tandem_leg_failures.
+_CAUSES: dict[type[HTTPClientError], str] = {
+    ConnectFailed: "connect",
+    HeadTimeout: "head_timeout",
+    IdleTimeout: "idle_timeout",
+    UpstreamClosed: "closed",
+    BodyTooLarge: "too_large",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An engine's whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class LegFailed(Exception):
+    """A leg gave no usable answer. `reason` is a metric label; `reply` is there when the engine answered."""
+
+    def __init__(self, engine: Engine, reason: str, message: str, reply: Reply | None = None) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.reason = reason
+        self.reply = reply
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether the engine could not be connected to at all."""
+        return self.reason == "connect"
+
+    def engine_message(self) -> str:
+        """The engine's own words, where it gave any."""
+        if self.reply is None:
+            return str(self)
+        try:
+            error = msgspec.json.decode(self.reply.body, type=_ErrorReply).error
+        except msgspec.DecodeError:
+            return f"HTTP {self.reply.status}"
+        return error.message
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _Error
+
+
+class Legs:
+    def __init__(self, client: Client, config: RouterConfig) -> None:
+        self._client = client
+        self._config = config
+
+    @asynccontextmanager
+    async def open(
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Headers,
+        *,
+        head_timeout: float,
+        resend: bool = True,
+    ) -> AsyncIterator[Response]:
+        """Send one request; the block runs with the answer's head there.
+
+        Transport failures inside the block become LegFailed as well. Leaving the block early closes the
+        connection: the engine sees the request cancelled. `resend`: a kept connection that turns out to
+        be dead is replaced once.
+        """
+        try:
+            async with self._client.stream(
+                engine.origin,
+                method,
+                path.encode(),
+                headers,
+                body,
+                connect_timeout=self._config.connect_timeout,
+                head_timeout=head_timeout,
+                idle_timeout=self._config.stream_idle_timeout,
+                retry=resend,
+            ) as response:
+                yield response
+        except HTTPClientError as error:
+            cause = next((c for kind, c in _CAUSES.items() if isinstance(error, kind)), "protocol")
+            raise LegFailed(engine, cause, str(error)) from None
+
+    async def call(
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Headers | None = None,
+        *,
+        head_timeout: float = 30.0,
+    ) -> bytes:
+        """Send one request and read its whole answer. Raises LegFailed unless it is a 200."""
+        sent: Headers = headers if headers is not None else [(b"content-type", b"application/json")]
+        async with self.open(engine, method, path, body, sent, head_timeout=head_timeout) as response:
+            answer = await response.read(MAX_REPLY_BYTES)
+            if response.status != 200:
+                reply = Reply(response.status, response.headers, answer)
+                raise LegFailed(
+                    engine, "status", f"{engine.url}{path} answered HTTP {response.status}", reply
+                )
+            return answer
