@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class LocalPlan:
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
-        engines = [ProcessSpec(e.name, e.argv, e.env, e.cpus) for e in self.engines]
+        engines = [ProcessSpec(e.name, e.argv, e.environment(os.environ), e.cpus) for e in self.engines]
         return (*engines, ProcessSpec("router", self.router_argv))
 
     def curl(self) -> str:

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.local import launch
@@ -23,11 +23,11 @@ _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(ERROR|CRITICAL)?\s*(\d\d-\d\d )?
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to start. `env` is added to the environment; `cpus` empty means not pinned."""
+    """What to start. `env` is its whole environment (None: ours); `cpus` empty: not pinned."""
 
     name: str
     argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] | None = None
     cpus: Sequence[int] = ()
 
 
@@ -54,7 +54,10 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **spec.env, "TANDEM_LAUNCH_PARENT": str(os.getpid())},
+                env={
+                    **(os.environ if spec.env is None else spec.env),
+                    "TANDEM_LAUNCH_PARENT": str(os.getpid()),
+                },
                 start_new_session=True,
             )
         return cls(spec, log, child)

@@ -37,7 +37,7 @@ class App:
     """The allow-list of paths. Anything else that engines serve is not reachable through a router."""
 
     def __init__(self, fleet: Fleet, flow: Flow, metrics: Metrics) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._flow = flow
         self._metrics = metrics
         self._pages: dict[str, Callable[[Responder], None]] = {
@@ -71,7 +71,7 @@ class App:
         responder.send(200, [_JSON], b'{"status":"ok"}')
 
     def _ready(self, responder: Responder) -> None:
-        why = "draining" if self.draining else self._fleet.missing
+        why = "draining" if self.draining else self.fleet.missing
         answer = msgspec.json.encode({"ready": why is None, "reason": why})
         responder.send(503 if why else 200, [_JSON], answer)
 
@@ -79,7 +79,7 @@ class App:
         responder.send(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.render())
 
     def _models(self, responder: Responder) -> None:
-        responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": self._fleet.models}))
+        responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": self.fleet.models}))
 
 
 def load_counter(config: RouterConfig) -> PromptCounter | None:
@@ -99,17 +99,26 @@ def load_counter(config: RouterConfig) -> PromptCounter | None:
 
 @asynccontextmanager
 async def running(
-    config: RouterConfig, local: PromptCounter | None, *, discovery: Discovery | None = None
+    config: RouterConfig,
+    local: PromptCounter | None,
+    *,
+    discovery: Discovery | None = None,
+    waiting_interval: float = 0.5,
 ) -> AsyncIterator[tuple[Server, App]]:
-    """A router at work inside the block; drained and closed after it."""
-    client, fleet, metrics = Client(), Fleet(), Metrics()
+    """A router at work inside the block; drained and closed after it.
+
+    `local` counts prompts (None: engines do).
+    `waiting_interval`: seconds between two looks at an engine that is not ready yet."""
+    client, fleet = Client(), Fleet()
+    metrics = Metrics(fleet)
     legs = Legs(client, config)
     counter = Counter(local, legs, fleet)
     connector = CONNECTORS[config.connector]
     flow = Flow(config, fleet, legs, counter, STRATEGIES[config.routing_strategy](), connector, metrics)
     app = App(fleet, flow, metrics)
     source = discovery or StaticDiscovery(config.prefill, config.decode)
-    prober = asyncio.create_task(Prober(source, fleet, legs, counter, connector, metrics).run())
+    prober = Prober(source, fleet, legs, counter, connector, waiting_interval=waiting_interval)
+    probing = asyncio.create_task(prober.run())
     try:
         server = await serve(app, config.host, config.port)
         try:
@@ -119,9 +128,9 @@ async def running(
             await server.drain(config.drain_timeout)
             await server.close()
     finally:
-        prober.cancel()
+        probing.cancel()
         with suppress(asyncio.CancelledError):
-            await prober
+            await probing
         await client.aclose()
 
 

@@ -23,7 +23,6 @@ from tandem.router.discovery import Discovery, Member
 from tandem.router.engines import Engine, EngineRole, Fleet, State
 from tandem.router.flow import ConnectorFactory
 from tandem.router.legs import LegFailed, Legs
-from tandem.router.metrics import Metrics
 
 logger = logging.getLogger("tandem.router")
 
@@ -38,7 +37,6 @@ class Prober:
         legs: Legs,
         counter: Counter,
         connector: ConnectorFactory,
-        metrics: Metrics,
         *,
         waiting_interval: float = 0.5,
         ready_interval: float = 5.0,
@@ -49,7 +47,6 @@ class Prober:
         self._legs = legs
         self._counter = counter
         self._connector = connector
-        self._metrics = metrics
         self._waiting_interval = waiting_interval
         self._ready_interval = ready_interval
         self._canary_timeout = canary_timeout
@@ -72,12 +69,10 @@ class Prober:
             self._tasks.pop(member).cancel()
             engine = self._engines.pop(member)
             self._fleet.remove(engine)
-            self._metrics.forget(engine)
         for member in members - self._tasks.keys():
             engine = Engine(member.url, member.role, Origin.parse(member.url))
             self._engines[member] = engine
             self._fleet.add(engine)
-            self._metrics.watch(engine)
             self._tasks[member] = asyncio.create_task(self._look_after(engine))
 
     async def _look_after(self, engine: Engine) -> None:
@@ -91,7 +86,9 @@ class Prober:
             except LegFailed as failure:
                 if engine.state is State.WAITING or failure.unreachable:
                     self._lose(engine, str(failure))
-                pause = self._waiting_interval if failure.unreachable else min(2 * pause, self._ready_interval)
+                pause = (
+                    self._waiting_interval if failure.unreachable else min(2 * pause, self._ready_interval)
+                )
             except Exception:
                 logger.exception("probing %s", engine.url)
                 self._lose(engine, "the probe failed; see the router's log")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterator
 
-from tandem.router.engines import Engine, State
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from tandem.router.engines import Fleet, State
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -13,7 +17,7 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0
 class Metrics:
     """One router's metrics, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
@@ -60,30 +64,27 @@ class Metrics:
             ["path"],
             registry=self.registry,
         )
-        self.in_flight = Gauge(
-            "tandem_requests_in_flight",
-            "Requests that each engine has in hand from this router.",
-            ["role", "engine"],
-            registry=self.registry,
-        )
-        self.engine_ready = Gauge(
-            "tandem_engine_ready",
-            "1 for an engine in use, 0 for one that is not.",
-            ["role", "engine"],
-            registry=self.registry,
-        )
+        self.registry.register(_Engines(fleet))
 
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
 
-    def watch(self, engine: Engine) -> None:
-        """Show an engine's load and state at each scrape."""
-        labels = (engine.role.value, engine.url)
-        self.in_flight.labels(*labels).set_function(lambda: engine.in_flight)
-        self.engine_ready.labels(*labels).set_function(lambda: engine.state is State.READY)
 
-    def forget(self, engine: Engine) -> None:
-        labels = (engine.role.value, engine.url)
-        self.in_flight.remove(*labels)
-        self.engine_ready.remove(*labels)
+class _Engines(Collector):
+    """Each engine's state and load, read from the fleet at each scrape."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        labels = ("role", "engine")
+        ready = GaugeMetricFamily("tandem_engine_ready", "1 for an engine in use, else 0.", labels=labels)
+        load = GaugeMetricFamily(
+            "tandem_requests_in_flight", "Requests an engine has in hand from this router.", labels=labels
+        )
+        for engine in self._fleet.engines:
+            ready.add_metric((engine.role.value, engine.url), engine.state is State.READY)
+            load.add_metric((engine.role.value, engine.url), engine.in_flight)
+        yield ready
+        yield load

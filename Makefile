@@ -1,0 +1,38 @@
+# Everything runs in .venv, which each target sets up first. See README.md.
+PYTHON ?= python3
+VENV_BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup dev demo test test-all check format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: ## Set up .venv: the engines for CPU, and Tandem
+	@$(PYTHON) scripts/setup.py
+
+dev:
+	@$(PYTHON) scripts/setup.py --dev
+
+demo: setup ## Prove disaggregation on this machine with real engines
+	@$(VENV_BIN)/tandem demo
+
+test: dev ## Run the tests (unit tests and one shared pair of real engines)
+	$(VENV_BIN)/python -m pytest -m "not slow"
+
+test-all: dev ## Run every test, as CI does
+	$(VENV_BIN)/python -m pytest
+
+check: dev ## Lint, types, layers
+	$(VENV_BIN)/ruff check .
+	$(VENV_BIN)/ruff format --check .
+	$(VENV_BIN)/mypy
+	$(VENV_BIN)/lint-imports
+
+format: dev ## Format the code
+	$(VENV_BIN)/ruff check --fix .
+	$(VENV_BIN)/ruff format .
+
+clean: ## Remove .venv and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,46 @@
+"""What the engines of an endpoint are started with: pure functions from (endpoint, role, machine)."""
+
+from tandem.engine.args import flag_value, flag_values, has_flag, int_value, merge_args, switch, without
+from tandem.engine.detect import detect
+from tandem.engine.errors import EngineError
+from tandem.engine.kv_transfer import (
+    KV_LEASE_SECONDS,
+    Accelerator,
+    ConnectorChoice,
+    choose_connector,
+    kv_transfer_config,
+)
+from tandem.engine.launch import EngineLaunch, EnginePlan, EnginePorts, plan
+from tandem.engine.machine import Core, CoreShares, Machine, share_cores, share_gpus
+from tandem.engine.roles import engine_count, max_model_len, model_argument, role_args, served_model_name
+
+__all__ = [
+    "KV_LEASE_SECONDS",
+    "Accelerator",
+    "ConnectorChoice",
+    "Core",
+    "CoreShares",
+    "EngineError",
+    "EngineLaunch",
+    "EnginePlan",
+    "EnginePorts",
+    "Machine",
+    "choose_connector",
+    "detect",
+    "engine_count",
+    "flag_value",
+    "flag_values",
+    "has_flag",
+    "int_value",
+    "kv_transfer_config",
+    "max_model_len",
+    "merge_args",
+    "model_argument",
+    "plan",
+    "role_args",
+    "served_model_name",
+    "share_cores",
+    "share_gpus",
+    "switch",
+    "without",
+]

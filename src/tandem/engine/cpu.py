@@ -1,0 +1,119 @@
+"""What a vLLM engine needs on CPU cores that it shares a machine with: flags and environment.
+
+No worker processes (an engine is its API server and one process that schedules and computes), eager execution
+(compiling takes longer than a demonstration), cores of its own, and UCX over shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tandem.api import Role
+from tandem.engine.args import has_flag, switch
+from tandem.engine.roles import int_flag
+
+KV_SHARE = 4
+"""One part in this many of the available memory is KV cache, all engines together; weights, activations and
+the processes themselves (1 to 2 GB each) live in the rest."""
+
+MAX_PREFILL_CHUNK = 32_768
+"""Tokens; above it a prompt is prefilled in several steps, because activations grow with the chunk."""
+
+DECODE_CHUNK = 256
+"""Tokens that a decoder computes in one step at most. Between two steps of the running streams it prefills
+short prompts itself, and every stream waits for the whole step: a CPU core prefills a small model at some 500
+tokens/s, so 256 bounds that wait to about half a second where vLLM's default (2048) would allow four. It is
+two of the CPU build's KV blocks. Less would gain little: each step reads the weights anew, and vLLM wants
+room for one token of every running sequence (up to 128 by default)."""
+
+UNUSABLE_FLAGS = {
+    "--api-server-count": "a CPU engine computes in one process",
+    "--data-parallel-size": "a CPU engine computes in one process",
+    "--data-parallel-size-local": "a CPU engine computes in one process",
+    "--decode-context-parallel-size": "a CPU engine computes in one process",
+    "--enable-expert-parallel": "a CPU engine computes in one process",
+    "--nnodes": "a CPU engine computes in one process",
+    "--pipeline-parallel-size": "a CPU engine computes in one process",
+    "--prefill-context-parallel-size": "a CPU engine computes in one process",
+    "--tensor-parallel-size": "a CPU engine computes in one process",
+}
+"""Flags left out on a CPU, and why."""
+
+OWNED_FLAGS = {
+    "--distributed-executor-backend": ("uni", "the executor without worker processes"),
+}
+
+NOT_INHERITED = (
+    "VLLM_CPU_KVCACHE_SPACE",  # in whole GiB, overrides --kv-cache-memory-bytes
+    "VLLM_CPU_OMP_THREADS_BIND",  # would fight with the pinning
+    "VLLM_PLUGINS",  # a list without `tandem` would hide the connector
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+    "OMP_PLACES",
+    "OMP_PROC_BIND",
+)
+"""Variables of whoever starts Tandem that must not reach an engine."""
+
+DEFAULT_ENVIRONMENT = {
+    "UCX_LOG_LEVEL": "warn",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # what NIXL needs; vLLM sets it by the stock connector's name only
+}
+
+
+def owned_environment(physical_cores: int) -> dict[str, str]:
+    """Variables that an engine pinned to this many physical cores must have."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The uni executor does not bind or count threads: unset, OpenMP starts one per core of the machine,
+        # and they spin against each other on the few that the engine is pinned to.
+        "OMP_NUM_THREADS": str(physical_cores),
+        "UCX_TLS": "sysv,posix,cma,tcp,self",
+        "UCX_NET_DEVICES": "lo",
+    }
+
+
+def default_flags(
+    args: Iterable[str],
+    role: Role,
+    *,
+    context: int | None,
+    kv_bytes: int,
+    environment: Mapping[str, str],
+) -> list[str]:
+    """Flags for what the role's merged `args` leave open.
+
+    `context` is the longest prompt in tokens (None: unknown), `kv_bytes` the engine's share of KV memory.
+    """
+    args = list(args)
+    flags: list[str] = []
+    if not any(
+        has_flag(args, f) for f in ("--enforce-eager", "--compilation-config", "--optimization-level")
+    ):
+        flags += ["--enforce-eager"]
+    if not has_flag(args, "--kv-cache-memory-bytes") and "VLLM_CPU_KVCACHE_SPACE" not in environment:
+        flags += ["--kv-cache-memory-bytes", str(kv_bytes)]
+    chunk = batched_tokens(args, role, context)
+    if chunk is not None and not has_flag(args, "--max-num-batched-tokens"):
+        flags += ["--max-num-batched-tokens", str(chunk)]
+    return flags
+
+
+def kv_bytes_per_engine(available_bytes: int, engines: int) -> int:
+    """Each engine's KV cache: an equal part of 1/KV_SHARE of the available memory, in whole MiB."""
+    mib = 1 << 20
+    return max(1, available_bytes // KV_SHARE // engines // mib) * mib
+
+
+def batched_tokens(args: Iterable[str], role: Role, context: int | None) -> int | None:
+    """`--max-num-batched-tokens` for a role; None leaves it to vLLM.
+
+    A prefiller takes a whole prompt in one step; a decoder's steps stay short (DECODE_CHUNK). vLLM asks for
+    at least `--max-num-seqs`, and for the whole context where chunked prefill is off.
+    """
+    args = list(args)
+    sequences = int_flag(args, "--max-num-seqs") or 0
+    if switch(args, "--enable-chunked-prefill") is False:
+        return None if context is None else max(context, sequences)
+    if role is Role.DECODE:
+        return max(DECODE_CHUNK, sequences)
+    return None if context is None else max(min(context, MAX_PREFILL_CHUNK), sequences)

@@ -1,0 +1,260 @@
+"""The engines of one endpoint on one machine: each one's command line, environment, and cores or GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.api import Endpoint, Role
+from tandem.engine import cpu
+from tandem.engine.args import POSITIONALS, has_flag, settings, without
+from tandem.engine.errors import EngineError
+from tandem.engine.kv_transfer import KV_LEASE_SECONDS, ConnectorChoice, choose_connector, kv_transfer_config
+from tandem.engine.machine import Core, Machine, share_cores, share_gpus
+from tandem.engine.roles import (
+    API_SERVER,
+    context_length,
+    engine_count,
+    int_flag,
+    literal_environment,
+    pd_spec,
+    role_args,
+    served_model_name,
+    served_model_names,
+    sources,
+)
+
+_LISTENING = "engines listen where Tandem's router finds them, over plain HTTP"
+_UNUSABLE_FLAGS = {
+    "--uds": _LISTENING,
+    "--ssl-keyfile": _LISTENING,
+    "--ssl-certfile": _LISTENING,
+    "--ssl-ca-certs": _LISTENING,
+    "--ssl-cert-reqs": _LISTENING,
+    "--headless": _LISTENING,
+}
+_NOT_HERE = {"--data-parallel-size": "run more replicas instead", "--nnodes": "an engine is on one machine"}
+_DEFAULT_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class EnginePorts:
+    http: int
+    side_channel: int
+    """Where decoders fetch NIXL metadata of this engine."""
+
+
+@dataclass(frozen=True)
+class EngineLaunch:
+    """How one engine is started."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """What is added to the environment; `environment` gives the whole of it."""
+    not_inherited: tuple[str, ...]
+    """Variables of the starting process that must not reach the engine."""
+    cpus: tuple[int, ...]
+    """Logical CPUs to pin the process to before it starts; () on a GPU."""
+    gpus: tuple[str, ...]
+    port: int
+    side_channel_port: int
+    host: str
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The engine's whole environment, given that of whoever starts it."""
+        return {**{k: v for k, v in inherited.items() if k not in self.not_inherited}, **self.env}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    engines: tuple[EngineLaunch, ...]
+    """Prefillers first."""
+    served_model_name: str
+    connector: ConnectorChoice
+    spare_cpus: tuple[int, ...]
+    """Logical CPUs that no engine is pinned to; () when all are given out, and on a GPU."""
+    notes: tuple[str, ...]
+    """What of the manifest was replaced or left out, and what was decided; one line each."""
+
+
+def plan(
+    endpoint: Endpoint,
+    machine: Machine,
+    model: Path,
+    ports: Sequence[EnginePorts],
+    *,
+    host: str = "127.0.0.1",
+    lease_seconds: int = KV_LEASE_SECONDS,
+) -> EnginePlan:
+    """The engines of `endpoint` on `machine`, all serving the model directory `model`.
+
+    `ports` has one entry per engine (`engine_count`), prefillers first. Reads only `model`/config.json.
+    Raises EngineError when the endpoint cannot run here.
+    """
+    roles = [(role, i) for role in Role for i in range(pd_spec(endpoint).role(role).replicas)]
+    if len(ports) != len(roles):
+        raise ValueError(f"{len(roles)} engines need as many ports; {len(ports)} were given")
+    names = [f"{role}-{i}" for role, i in roles]
+    model_name = served_model_name(endpoint)
+    connector = choose_connector(endpoint)
+    notes = _Notes()
+    args = {
+        role: _role_flags(endpoint, machine, role, model, connector, lease_seconds, notes) for role in Role
+    }
+
+    cores: Sequence[Sequence[Core]] = [()] * len(roles)
+    gpus: Sequence[tuple[str, ...]] = [()] * len(roles)
+    rest: Sequence[Core] = ()
+    if machine.accelerator == "cpu":
+        shares = share_cores(machine, len(roles))
+        cores, rest = shares.engines, shares.rest
+        notes.add(shares.note)
+    else:
+        gpus = share_gpus(
+            machine, [(n, _gpus_needed(args[role])) for n, (role, _) in zip(names, roles, strict=True)]
+        )
+
+    engines = []
+    for i, (role, _) in enumerate(roles):
+        owned = _owned_environment(machine, host, ports[i].side_channel, cores[i], gpus[i])
+        env = _environment(endpoint, machine, owned, notes)
+        flags = [*args[role], "--host", host, "--port", str(ports[i].http)]
+        engines.append(
+            EngineLaunch(
+                name=names[i],
+                role=role,
+                argv=(machine.python, "-m", API_SERVER, *flags),
+                env=env,
+                not_inherited=tuple(n for n in cpu.NOT_INHERITED if n not in env) if cores[i] else (),
+                cpus=_logical(cores[i]),
+                gpus=gpus[i],
+                port=ports[i].http,
+                side_channel_port=ports[i].side_channel,
+                host=host,
+            )
+        )
+    return EnginePlan(tuple(engines), model_name, connector, _logical(rest), notes.lines)
+
+
+@dataclass
+class _Notes:
+    """Notes in the order of their first mention, each once."""
+
+    _seen: dict[str, None] = field(default_factory=dict)
+
+    def add(self, note: str | None) -> None:
+        if note:
+            self._seen[note] = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._seen)
+
+
+def _role_flags(
+    endpoint: Endpoint,
+    machine: Machine,
+    role: Role,
+    model: Path,
+    connector: ConnectorChoice,
+    lease_seconds: int,
+    notes: _Notes,
+) -> list[str]:
+    """A role's flags, less --host and --port: the manifest's that have a place here, and Tandem's own."""
+    on_cpu = machine.accelerator == "cpu"
+    unusable = {**_UNUSABLE_FLAGS, **(cpu.UNUSABLE_FLAGS if on_cpu else {})}
+    replaced = {
+        "--host": "the address Tandem chose",
+        "--port": "the port Tandem chose",
+        "--model": f"the model on this machine, {model}",
+        POSITIONALS: f"the model on this machine, {model}",
+        "--kv-transfer-config": f"the configuration for {connector.reason}",
+        **({flag: f"{value}, {why}" for flag, (value, why) in cpu.OWNED_FLAGS.items()} if on_cpu else {}),
+    }
+    _note_flags(endpoint, role, replaced, unusable, notes)
+
+    args = without(role_args(endpoint, role), [*unusable, *replaced])
+    for flag, instead in _NOT_HERE.items():
+        if (int_flag(args, flag) or 1) > 1:
+            raise EngineError(
+                f"{flag} of spec.worker.args or spec.pdSpec: is not supported on one machine; {instead}."
+            )
+    if on_cpu:
+        context = int_flag(args, "--max-model-len") or context_length(model)
+        kv_bytes = cpu.kv_bytes_per_engine(machine.memory_bytes, engine_count(endpoint))
+        environment = literal_environment(endpoint)
+        args += cpu.default_flags(args, role, context=context, kv_bytes=kv_bytes, environment=environment)
+        for flag, (value, _) in cpu.OWNED_FLAGS.items():
+            args += [flag, value]
+    if not has_flag(args, "--served-model-name"):
+        args += ["--served-model-name", *served_model_names(endpoint, role)]
+    if not has_flag(args, "--enable-prompt-tokens-details"):
+        args += ["--enable-prompt-tokens-details"]  # usage tells how many prompt tokens came from a cache
+    transfer = kv_transfer_config(connector, role, machine.accelerator, lease_seconds=lease_seconds)
+    return [*args, "--kv-transfer-config", transfer, "--model", str(model)]
+
+
+def _note_flags(
+    endpoint: Endpoint,
+    role: Role,
+    replaced: Mapping[str, str],
+    unusable: Mapping[str, str],
+    notes: _Notes,
+) -> None:
+    for source in sources(endpoint, role):
+        for setting in settings(source.args):
+            written = str(setting) if len(str(setting)) <= 60 else f"{setting.flag} …"
+            if setting.flag in replaced:
+                notes.add(f"{written} of {source.path}: replaced by {replaced[setting.flag]}")
+            elif setting.flag in unusable and setting.values != ("1",):
+                notes.add(f"{written} of {source.path}: left out; {unusable[setting.flag]}")
+            elif setting.flag == "--config":
+                notes.add(f"{written} of {source.path}: Tandem does not see the flags in that file")
+
+
+def _owned_environment(
+    machine: Machine, host: str, side_channel: int, cores: Sequence[Core], gpus: Sequence[str]
+) -> dict[str, str]:
+    """Variables that Tandem decides, whatever the manifest says."""
+    by_accelerator = (
+        cpu.owned_environment(len(cores))
+        if machine.accelerator == "cpu"
+        else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    )
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+        **by_accelerator,
+    }
+
+
+def _environment(
+    endpoint: Endpoint, machine: Machine, owned: Mapping[str, str], notes: _Notes
+) -> dict[str, str]:
+    defaults = dict(_DEFAULT_ENVIRONMENT)
+    if machine.accelerator == "cpu":
+        defaults |= cpu.DEFAULT_ENVIRONMENT
+    path = "spec.worker.environmentVariables"
+    given = literal_environment(endpoint)
+    for variable in endpoint.spec.worker.environment_variables:
+        if variable.value_from is not None:
+            notes.add(f"{path}[{variable.name}].valueFrom: has no meaning outside a cluster; give it a value")
+        elif variable.name in owned:
+            notes.add(f"{variable.name} of {path}: replaced; Tandem sets it for each engine")
+    return {**defaults, **given, **owned}
+
+
+def _gpus_needed(args: Sequence[str]) -> int:
+    return (int_flag(args, "--tensor-parallel-size") or 1) * (int_flag(args, "--pipeline-parallel-size") or 1)
+
+
+def _logical(cores: Sequence[Core]) -> tuple[int, ...]:
+    return tuple(sorted({cpu_id for core in cores for cpu_id in core.cpus}))

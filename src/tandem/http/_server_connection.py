@@ -1,0 +1,248 @@
+"""One client's connection: reads requests, runs the handler for one after another, and minds the clock."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Protocol, cast
+
+from tandem.http._request_parser import Phase, Refusal, RequestParser
+from tandem.http._responder import Responder, WriteFlow
+from tandem.http._watchdog import Watchdog
+from tandem.http.messages import Headers, Limits, Request, error_body
+
+log = logging.getLogger("tandem.http")
+
+Handler = Callable[[Request, Responder], Awaitable[None]]
+"""Answers one request through its responder. Runs in a task of its own, which is cancelled when the client
+leaves before the response is whole."""
+
+# After an error the client may still be sending. Closing at once would reset the connection, and the client
+# might never see the error; so we stop writing, and swallow what comes for this long (seconds).
+_LINGER = 2.0
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+
+
+class ConnectionOwner(Protocol):
+    """What a connection needs of its server."""
+
+    handler: Handler
+    limits: Limits
+
+    def opened(self, connection: "ServerConnection") -> bool:
+        """Whether there is room for one more."""
+
+    def lost(self, connection: "ServerConnection") -> None:
+        """The connection is closed and its last handler has ended."""
+
+
+class ServerConnection(asyncio.Protocol):
+    """The connection is in one of three states: waiting for (the rest of) a request, running a handler, or
+    closing. One watchdog serves them all."""
+
+    def __init__(self, owner: ConnectionOwner) -> None:
+        self._owner = owner
+        self._limits = owner.limits
+        self._flow = WriteFlow()
+        self._watchdog = Watchdog(asyncio.get_running_loop(), self._expired)
+        self._waiting_in: Phase | None = Phase.HEAD  # the phase whose deadline is set
+        self._responder: Responder | None = None
+        self._refusal: Refusal | None = None
+        self._draining = False
+        self._closing = False
+        self._lost = False
+        self._reading = True
+        self._unsent = 0
+        self.task: asyncio.Task[None] | None = None
+        """The running handler."""
+
+    # What the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self._limits.write_high_water)
+        peer = transport.get_extra_info("peername")
+        self._parser = RequestParser(self._limits, peer[0] if isinstance(peer, tuple) else "")
+        if self._owner.opened(self):
+            self._watchdog.set(self._limits.header_timeout)
+        else:
+            self._refuse(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing or self._refusal is not None:
+            return
+        try:
+            self._parser.feed(data)
+        except Refusal as refusal:
+            self._refusal = refusal
+        self._advance()
+
+    def eof_received(self) -> None:
+        # A half-closed connection cannot be told from one that was left, and the latter is the common one.
+        self._client_left()
+        self._watch_closing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = self._lost = True
+        self._watchdog.close()
+        self._client_left()
+        self._flow.attach(None)
+        self._flow.resume()
+        if self.task is None:
+            self._owner.lost(self)
+
+    def pause_writing(self) -> None:
+        self._flow.pause()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        self._flow.resume()
+        if not self._closing:
+            self._watchdog.clear()
+            self._waiting_in = None
+            self._advance()
+
+    # What the server calls
+
+    def drain(self) -> None:
+        """Close as soon as no request is under way."""
+        self._draining = True
+        if self._responder is not None:
+            self._responder.keep_alive = False
+        elif not self._closing:
+            self._advance()
+
+    def abort(self) -> None:
+        """Close now, and cancel the handler whatever it is at."""
+        if self._responder is not None:
+            self._responder.client_left()
+        if self.task is not None:
+            self.task.cancel()
+        self._closing = True
+        self._transport.abort()
+
+    # Requests
+
+    def _advance(self) -> None:
+        """Do what comes next."""
+        if self.task is not None or self._flow.paused:
+            if self._parser.ready:
+                self._read(False)  # enough read ahead
+            return
+        if self._closing:
+            return
+        if self._parser.ready:
+            self._start(self._parser.ready.popleft())
+        elif self._refusal is not None:
+            self._refuse(self._refusal)
+        elif self._draining and self._parser.phase is Phase.IDLE:
+            self._close()
+        else:
+            self._read(True)
+            self._await_request()
+
+    def _start(self, request: Request) -> None:
+        self._watchdog.clear()
+        self._waiting_in = None
+        responder = self._responder = Responder(
+            self._transport,
+            self._flow,
+            method=request.method,
+            http_version=request.http_version,
+            keep_alive=request.keep_alive and not self._draining,
+        )
+        self.task = asyncio.get_running_loop().create_task(self._run(request, responder))
+        self.task.add_done_callback(partial(self._handled, responder))
+        self._read(not self._parser.ready)
+
+    async def _run(self, request: Request, responder: Responder) -> None:
+        try:
+            await self._owner.handler(request, responder)
+            if not responder.finished and not responder.closed:
+                raise RuntimeError("the handler returned without finishing the response")
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and responder.closed:
+                raise  # by us
+            log.exception("%s %s failed", request.method, request.path)
+            if not responder.started:
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+                responder.send(status, _JSON, error_body("internal error", status))
+
+    def _handled(self, responder: Responder, task: asyncio.Task[None]) -> None:
+        """The handler's task has ended, or was cancelled before it began."""
+        responder.abort()  # does nothing to a finished response
+        self.task = self._responder = None
+        if self._lost:
+            self._owner.lost(self)
+        elif responder.aborted:
+            self._watch_closing()
+        elif responder.keep_alive and not self._draining:
+            self._advance()
+        else:
+            self._close()
+
+    def _client_left(self) -> None:
+        responder = self._responder
+        if responder is None or responder.closed:
+            return
+        responder.client_left()
+        if self.task is not None and not responder.finished:
+            self.task.cancel()
+
+    def _await_request(self) -> None:
+        if self._parser.awaits_continue:
+            self._parser.awaits_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        phase = self._parser.phase
+        if phase is Phase.BODY:
+            self._watchdog.set(self._limits.body_timeout)
+        elif phase is not self._waiting_in:  # later bytes do not earn the head more time
+            head = phase is Phase.HEAD
+            self._watchdog.set(self._limits.header_timeout if head else self._limits.keep_alive_timeout)
+        self._waiting_in = phase
+
+    # Closing, reading, time
+
+    def _refuse(self, refusal: Refusal) -> None:
+        responder = Responder(self._transport, self._flow, method="", http_version="1.1", keep_alive=False)
+        responder.send(refusal.status, _JSON, error_body(refusal.message, refusal.status))
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._read(True)
+            self._watch_closing(_LINGER)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self._transport.close()
+        self._watch_closing()
+
+    def _watch_closing(self, seconds: float | None = None) -> None:
+        if not self._closing:
+            self._closing = True
+            self._watch_sending(seconds)
+
+    def _watch_sending(self, seconds: float | None = None) -> None:
+        self._unsent = self._transport.get_write_buffer_size()
+        self._watchdog.set(self._limits.write_timeout if seconds is None else seconds)
+
+    def _read(self, wanted: bool) -> None:
+        if wanted != self._reading and not self._transport.is_closing():
+            self._reading = wanted
+            if wanted:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def _expired(self) -> None:
+        if self._closing or self._flow.paused:
+            if 0 < self._transport.get_write_buffer_size() < self._unsent:
+                self._watch_sending()  # slow, but alive
+            else:
+                self._transport.abort()
+        elif self._parser.phase is Phase.IDLE:
+            self._close()
+        else:
+            self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time"))

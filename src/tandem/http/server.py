@@ -1,0 +1,86 @@
+"""The listening side: accepts connections, counts them, and lets them go in good order."""
+
+import asyncio
+
+from tandem.http._responder import Responder
+from tandem.http._server_connection import Handler, ServerConnection
+from tandem.http.messages import Limits
+
+__all__ = ["Handler", "Responder", "Server", "serve"]
+
+_BACKLOG = 2048
+
+
+class Server:
+    """A running server; see `serve`."""
+
+    def __init__(self, handler: Handler, limits: Limits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self._connections: set[ServerConnection] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._listener: asyncio.Server
+        self._port: int
+
+    @property
+    def port(self) -> int:
+        """The port listened on; that of the first address if the host has several."""
+        return self._port
+
+    @property
+    def connections(self) -> int:
+        """Open connections, idle ones included, and closed ones whose handler has not ended."""
+        return len(self._connections)
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Stop accepting, close idle connections, and give running requests `deadline_s` seconds to finish.
+        Returns whether all did. `close` is still to be called."""
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.drain()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop now: connections are cut and handlers cancelled; returns when they have ended."""
+        self._listener.close()
+        connections = list(self._connections)
+        tasks = [connection.task for connection in connections if connection.task is not None]
+        for connection in connections:
+            connection.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._empty.wait()
+
+    async def _listen(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: ServerConnection(self), host, port, backlog=_BACKLOG
+        )
+        self._port = self._listener.sockets[0].getsockname()[1]
+
+    # What a connection calls
+
+    def opened(self, connection: ServerConnection) -> bool:
+        self._connections.add(connection)
+        self._empty.clear()
+        return len(self._connections) <= self.limits.connections
+
+    def lost(self, connection: ServerConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+
+async def serve(handler: Handler, host: str, port: int, *, limits: Limits | None = None) -> Server:
+    """Listen on `host` and `port` (0: any free one) and answer requests with `handler`.
+
+    Raises `OSError` if the address cannot be had.
+    """
+    server = Server(handler, limits or Limits())
+    await server._listen(host, port)
+    return server

@@ -1,0 +1,99 @@
+"""What a router must see in a streamed answer that it relays without decoding it."""
+
+import json
+import re
+from typing import Any
+
+# Inside a JSON string every quote is escaped, so a quoted word can only be a key or a whole value.
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_ERROR_FIRST = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
+_FAILED = frozenset({"abort", "error"})
+
+
+class StreamScan:
+    """Follows the bytes of an OpenAI-style event stream, however they are split, and notes what they tell.
+
+    Lines end with LF or CRLF. Events are not decoded unless one carries a word that matters, so the common
+    event costs a few substring searches. A line is looked at up to `line_bytes`; memory is bounded by that.
+    """
+
+    __slots__ = ("_line_bytes", "_partial", "done", "error", "events", "finish_reason", "usage")
+
+    def __init__(self, *, line_bytes: int = 64 * 1024) -> None:
+        self.events = 0
+        """Events (`data:` lines) seen, without the closing `[DONE]`."""
+        self.done = False
+        """Whether `data: [DONE]` was seen."""
+        self.usage: dict[str, Any] | None = None
+        """The last `usage` object."""
+        self.error: dict[str, Any] | None = None
+        """The first error sent as an event: its `error` object, or `{"message": …}` if that was no object."""
+        self.finish_reason: str | None = None
+        """"error" or "abort", if a choice ended so: the engine failed although the stream looks whole."""
+        self._line_bytes = line_bytes
+        self._partial = bytearray()  # the line that has not ended yet
+
+    def feed(self, data: bytes) -> None:
+        """Look at the next bytes of the stream."""
+        if self._partial or len(data) > self._line_bytes or not data.endswith(b"\n"):
+            self._feed_lines(data)
+        else:
+            self._scan(data)
+
+    def end(self) -> None:
+        """The stream is over: what stands behind the last line end is a line, too."""
+        if self._partial:
+            line = bytes(self._partial)
+            self._partial.clear()
+            self._scan(line)
+
+    def _feed_lines(self, data: bytes) -> None:
+        start = 0
+        end = data.find(b"\n") + 1
+        while end:
+            if self._partial or end - start > self._line_bytes:
+                self._keep(data[start:end])
+                self.end()
+            else:
+                self._scan(data[start:end])
+            start = end
+            end = data.find(b"\n", start) + 1
+        self._keep(data[start:])
+
+    def _keep(self, data: bytes) -> None:
+        self._partial += data[: self._line_bytes - len(self._partial)]
+
+    def _scan(self, lines: bytes) -> None:
+        """Look at whole lines."""
+        self.events += lines.startswith(b"data:") + lines.count(b"\ndata:")
+        if b'"usage"' in lines or b'"error"' in lines or b'"abort"' in lines or b"[DONE]" in lines:
+            for line in lines.split(b"\n"):
+                if line.startswith(b"data:"):
+                    self._look_at(line[5:].strip())
+
+    def _look_at(self, payload: bytes) -> None:
+        if payload == b"[DONE]":
+            self.events -= 1
+            self.done = True
+        elif b'"error"' in payload or b'"abort"' in payload or _USAGE.search(payload):
+            self._decode(payload)
+
+    def _decode(self, payload: bytes) -> None:
+        try:
+            event = json.loads(payload)
+        except (ValueError, RecursionError):
+            # Too long to have been kept whole, or broken. An error must be seen nevertheless.
+            if _ERROR_FIRST.match(payload) and self.error is None:
+                self.error = {"message": payload[:1000].decode("utf-8", "replace")}
+            return
+        if not isinstance(event, dict):
+            return
+        if isinstance(event.get("usage"), dict):
+            self.usage = event["usage"]
+        error = event if event.get("object") == "error" else event.get("error")
+        if error and self.error is None:
+            self.error = error if isinstance(error, dict) else {"message": str(error)}
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and choice.get("finish_reason") in _FAILED:
+                self.finish_reason = choice["finish_reason"]

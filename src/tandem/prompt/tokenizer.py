@@ -1,0 +1,51 @@
+"""Text to token ids, with the `tokenizers` library."""
+
+from typing import Literal, Protocol
+
+from tokenizers import Tokenizer
+
+from tandem.prompt.errors import BadPrompt, NotExact
+
+
+class Encoder(Protocol):
+    """Text to token ids. The seam for a faster library than the reference one."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+
+class ReferenceEncoder:
+    """The `tokenizers` library: what vLLM uses, so what every other encoder is measured by."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        # Files may carry truncation and padding from training; vLLM sets both itself, per request.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        #: Characters of the longest vocabulary entry.
+        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_truncated(
+        self, text: str, add_special_tokens: bool, length: int, side: Literal["left", "right"]
+    ) -> list[int]:
+        """At most `length` ids: text is cut at `side`, special tokens count and stay."""
+        special = self._tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        if length <= special:
+            raise NotExact("truncation", f"{length} tokens leave no room for text")
+        encoding = self._tokenizer.encode(_valid(text), add_special_tokens=False)
+        encoding.truncate(length - special, direction=side)
+        ids: list[int] = self._tokenizer.post_process(encoding, None, add_special_tokens).ids
+        return ids
+
+
+def _valid(text: str) -> str:
+    # JSON can carry half a surrogate pair ("\ud800"); no tokenizer takes it.
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise BadPrompt("The prompt is not valid Unicode: it holds a lone surrogate.") from e
+    return text

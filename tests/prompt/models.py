@@ -1,0 +1,126 @@
+"""Small models for the tests: directories with a trained tokenizer, its settings and a template, but no weights."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import models as algorithms
+
+# Room for every conversation of the corpus under every tokenizer.
+MAX_MODEL_LEN = 131_072
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "vocab_size": 4096,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model directory to be.
+
+    train: makes the tokenizer from texts. settings: tokenizer_config.json. config: changes to config.json.
+    """
+
+    train: Callable[[list[str]], Tokenizer]
+    template: str
+    settings: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, directory: Path, texts: list[str]) -> Path:
+        directory.mkdir(parents=True)
+        self.train(texts).save(str(directory / "tokenizer.json"))
+        (directory / "chat_template.jinja").write_text(self.template)
+        (directory / "tokenizer_config.json").write_text(json.dumps(self.settings))
+        (directory / "config.json").write_text(json.dumps(CONFIG | self.config))
+        return directory
+
+
+def byte_level(*special: str, bos: str | None = None, normalizer: Any = None, pattern: Any = None) -> Any:
+    """Byte-level BPE; with `bos`, the post-processor puts it in front."""
+
+    def train(texts: list[str]) -> Tokenizer:
+        tokenizer = Tokenizer(algorithms.BPE())
+        tokenizer.normalizer = normalizer
+        tokenizer.pre_tokenizer = pattern or pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=900,
+            special_tokens=list(special),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        if bos is not None:
+            _bos_first(tokenizer, bos)
+        # Left over from training: neither may touch a prompt.
+        tokenizer.enable_truncation(max_length=16)
+        tokenizer.enable_padding(length=64, pad_token=special[0])
+        return tokenizer
+
+    return train
+
+
+def sentencepiece_bpe(texts: list[str]) -> Tokenizer:
+    """In the manner of Llama 2: spaces as ▁, bytes where a character is unknown, bos by the post-processor."""
+    tokenizer = Tokenizer(algorithms.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        limit_alphabet=200,
+        max_token_length=8,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([piece for text in texts for piece in text.split("\n")], trainer)
+    # Bytes are vocabulary, not special tokens: text that spells one must not become one.
+    document = json.loads(tokenizer.to_str())
+    document["added_tokens"] = document["added_tokens"][:3]
+    tokenizer = Tokenizer.from_str(json.dumps(document))
+    _bos_first(tokenizer, "<s>")
+    return tokenizer
+
+
+def unigram(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(algorithms.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=900, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    return tokenizer
+
+
+def wordpiece(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(algorithms.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(t, tokenizer.token_to_id(t)) for t in ("[CLS]", "[SEP]")]
+    )
+    return tokenizer
+
+
+def _bos_first(tokenizer: Tokenizer, bos: str) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )

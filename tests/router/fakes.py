@@ -1,0 +1,160 @@
+"""Fake engines for the router's tests: vLLM's wire shapes, answers on command, every request recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.http import Request, Responder, Server, serve
+
+JSON = [(b"content-type", b"application/json")]
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+@dataclass
+class Seen:
+    """One generation request as an engine saw it."""
+
+    path: str
+    body: dict[str, Any]
+    raw: bytes
+    headers: dict[str, str]
+
+    @property
+    def kv(self) -> dict[str, Any] | None:
+        return self.body.get("kv_transfer_params")
+
+    @property
+    def is_canary(self) -> bool:
+        return self.headers.get("x-request-id", "").startswith("canary-")
+
+
+@dataclass
+class FakeEngine:
+    """Answers like vLLM with a NixlConnector. `on_generate` may take over a request that is no canary:
+    it returns True when it has answered."""
+
+    name: str
+    server: Server | None = None
+    seen: list[Seen] = field(default_factory=list)
+    tokens: Callable[[dict[str, Any]], int] = lambda body: len(str(body.get("prompt", body.get("messages"))))
+    on_generate: Callable[[FakeEngine, Seen, Responder], Any] | None = None
+    max_model_len: int = 100_000
+    cancelled: int = 0
+    reads_of: set[str] = field(default_factory=set)
+    chunks: tuple[str, ...] = ("Hel", "lo")
+
+    @property
+    def url(self) -> str:
+        assert self.server is not None
+        return f"http://127.0.0.1:{self.server.port}"
+
+    @property
+    def requests(self) -> list[Seen]:
+        """The requests that clients sent, without canaries."""
+        return [s for s in self.seen if not s.is_canary]
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        try:
+            await self._answer(request, responder)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _answer(self, request: Request, responder: Responder) -> None:
+        match request.path:
+            case "/health":
+                responder.send(200, JSON, b"{}")
+            case "/v1/models":
+                card = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
+                responder.send(200, JSON, json.dumps({"object": "list", "data": [card]}).encode())
+            case "/tokenize":
+                count = self.tokens(json.loads(request.body))
+                responder.send(200, JSON, json.dumps({"count": count, "tokens": [0] * count}).encode())
+            case "/v1/completions" | "/v1/chat/completions":
+                await self._generate(request, responder)
+            case _:
+                responder.send(404, JSON, b'{"detail":"Not Found"}')
+
+    async def _generate(self, request: Request, responder: Responder) -> None:
+        headers = {k.decode(): v.decode() for k, v in request.headers}
+        seen = Seen(request.path, json.loads(request.body), request.body, headers)
+        self.seen.append(seen)
+        if self.on_generate is not None and not seen.is_canary:
+            taken = self.on_generate(self, seen, responder)
+            if asyncio.iscoroutine(taken):
+                taken = await taken
+            if taken:
+                return
+        self.answer(seen, responder)
+
+    def answer(self, seen: Seen, responder: Responder) -> None:
+        """What a healthy engine answers."""
+        kv = seen.kv or {}
+        if kv.get("do_remote_decode"):
+            responder.send(200, JSON, json.dumps(self.prefill_reply(seen)).encode())
+            return
+        if kv.get("do_remote_prefill"):
+            if kv["remote_request_id"] in self.reads_of:
+                responder.send(500, JSON, b'{"error":{"message":"stale KV"}}')
+                return
+            self.reads_of.add(kv["remote_request_id"])
+        if seen.body.get("stream"):
+            responder.start(200, SSE)
+            for text in self.chunks:
+                responder.write(chunk(text))
+            responder.write(b"data: [DONE]\n\n")
+            responder.finish()
+        else:
+            responder.send(200, JSON, json.dumps(completion("".join(self.chunks))).encode())
+
+    def prefill_reply(self, seen: Seen) -> dict[str, Any]:
+        reply = completion("x")
+        reply["kv_transfer_params"] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": self.name,
+            "remote_request_id": seen.headers["x-request-id"],
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+        }
+        return reply
+
+
+def chunk(text: str) -> bytes:
+    event = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": text}}]}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def completion(text: str) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "model": "m",
+        "choices": [{"index": 0, "text": text, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 3}},
+    }
+
+
+@asynccontextmanager
+async def engines(*fakes: FakeEngine) -> AsyncIterator[None]:
+    """Serve the fakes on free ports."""
+    try:
+        for fake in fakes:
+            fake.server = await serve(fake, "127.0.0.1", 0)
+        yield
+    finally:
+        for fake in fakes:
+            if fake.server is not None:
+                await fake.server.close()
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until something holds; the test's own time-out is the limit."""
+    while not await holds():  # noqa: ASYNC110 - what is waited for lies behind HTTP
+        await asyncio.sleep(0.005)
