@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,11 @@ def load_endpoint(path: Path) -> tuple[Endpoint, dict[str, Any]]:
     Returns the endpoint and the mapping as it was written (for listing fields that have no effect).
     Raises InvalidResource with every problem, or OSError when the file cannot be read.
     """
-    return parse_endpoint(path.read_text(encoding="utf-8"), source=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidResource(str(path), [Problem("the file", f"is not UTF-8 text: {error}")]) from None
+    return parse_endpoint(text, source=str(path))
 
 
 def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]:
@@ -73,9 +76,20 @@ def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]
 
 def _api_version_problems(raw: dict[str, Any]) -> list[Problem]:
     served = [f"{GROUP}/{v}" for v in VERSIONS]
-    if raw.get("apiVersion") in served:
+    if raw.get("apiVersion", served[0]) in served:  # that it is missing, the model says
         return []
     return [Problem("apiVersion", f"is {raw.get('apiVersion')!r}; use {served[0]}")]
+
+
+# Pydantic's error types in the words of YAML.
+_MUST_BE = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "int_type": "a whole number",
+    "model_type": "an object",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
 
 
 def _problem(error: Any) -> Problem:
@@ -89,6 +103,8 @@ def _problem(error: Any) -> Problem:
             near = difflib.get_close_matches(str(location[-1]), _known_names(location[:-1]), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             return Problem(where, f"is not a field of the resource{hint}")
+        case kind if kind in _MUST_BE:
+            return Problem(where, f"must be {_MUST_BE[kind]} (it is {error['input']!r})")
         case _:
             message: str = error["msg"]
             return Problem(where, f"{message[0].lower()}{message[1:]} (it is {error['input']!r})")
@@ -127,17 +143,23 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, as the API server does; plain YAML lets the last one win."""
+    """Reads as the API server does: a key given twice is refused, where plain YAML lets the last one win,
+    and a date is a string."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
+        # Here no merge key (`<<`) has been filled in yet: what it brings may be given again.
         for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    "while reading a mapping",
-                    node.start_mark,
-                    f"{key.value!r} is given twice",
-                    key.start_mark,
-                )
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(None, None, "a key must be a name", key.start_mark)
+            if key.value in seen:
+                raise yaml.composer.ComposerError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

@@ -21,6 +21,7 @@ ANNOTATION_CONNECTOR = "tandem.dev/connector"
 
 Int32 = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class Role(StrEnum):
@@ -33,7 +34,7 @@ class Role(StrEnum):
 class Section(BaseModel):
     """An object of the resource: camelCase on the wire, unknown names refused, immutable."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
 
 
 class RoleSpec(Section):
@@ -46,7 +47,7 @@ class RoleSpec(Section):
 
 
 class TopologySpec(Section):
-    same_az: bool = Field(default=True, alias="sameAZ")
+    same_az: Flag = Field(default=True, alias="sameAZ")
     availability_zone: str | None = None
     placement_group: str | None = None
 
@@ -66,7 +67,7 @@ class PdSpec(Section):
 
 
 class IntelligentRoutingSpec(Section):
-    enabled: bool = False
+    enabled: Flag = False
     routing_strategy: Literal["prefixaware", "kvaware", "session", "roundrobin"] = "prefixaware"
     auto_scaling_spec: Any = None
 
@@ -76,7 +77,7 @@ class ModelSource(Section):
 
     model_source_type: Literal["fsx", "s3", "huggingface", "kubernetesVolume"]
     model_location: str | None = None
-    prefetch_enabled: bool = False
+    prefetch_enabled: Flag = False
     s3_storage: Any = Field(default=None, alias="s3Storage")
     fsx_storage: Any = None
     hugging_face_model: Any = None
@@ -90,7 +91,7 @@ class HostPath(Section):
 class Volume(BaseModel):
     """A core/v1 Volume; only what a local endpoint can mount is read, the other kinds are kept."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
+    model_config = ConfigDict(alias_generator=to_camel, extra="allow", frozen=True)
 
     name: str
     host_path: HostPath | None = None

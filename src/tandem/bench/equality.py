@@ -8,9 +8,8 @@ from dataclasses import dataclass
 TIE_GAP = 0.25
 """Largest gap (natural log) between the two likeliest tokens that counts as a tie in bfloat16.
 
-bfloat16 keeps 8 significant bits, so logits between 16 and 64 lie on a grid of 0.125 or 0.25. A prefix
-computed in other batch shapes can move a logit by one step of that grid; two tokens within one step may
-change places.
+bfloat16 keeps 8 significant bits, so logits between 16 and 32 lie on a grid of 0.125. Computed in other
+batch shapes, each of two logits can come out one step off, and so their difference two.
 """
 
 

@@ -23,6 +23,7 @@ from tandem.bench.scrape import EngineCounters, scrape
 
 ANSWER_TOKENS = 48
 _SETTLE_SECONDS = 15.0
+QUESTION = "What is the capital of France, and what is it famous for?"
 
 _SUBJECTS = [
     "river",
@@ -130,7 +131,10 @@ async def prove(
     carried out; a claim that does not hold is a failed Check of the result."""
     nonce = nonce or secrets.token_hex(8)
     proof = Proof(url)
-    async with httpx.AsyncClient(timeout=httpx.Timeout(600.0, connect=5.0), trust_env=False) as client:
+    # Connections are given up sooner than vLLM closes them (5 s), so that no request meets a closing one.
+    kept = httpx.Limits(keepalive_expiry=2.0)
+    patience = httpx.Timeout(600.0, connect=5.0)
+    async with httpx.AsyncClient(timeout=patience, limits=kept, trust_env=False) as client:
         model = await _model(client, url)
         run = _Run(client, url, model, nonce, proof, sleep)
         on_step("a short prompt")
@@ -160,7 +164,7 @@ class _Run:
 
     async def short(self) -> int:
         """The short prompt's checks. Returns the router's threshold in tokens."""
-        answer = await self._ask(f"Note {self.nonce}. What is the capital of France?")
+        answer = await self._ask(f"{QUESTION} ({self.nonce})")
         shot = self._shot("short", answer)
         threshold = int(_told(answer, "threshold"))
         self.proof.check(
@@ -317,5 +321,5 @@ def long_prompt(nonce: str, *, tokens: int) -> str:
         sentence = f"The {rnd.choice(_SUBJECTS)} {rnd.choice(_VERBS)} the {rnd.choice(_PLACES)}."
         sentences.append(sentence)
         words += 6  # five words and the full stop: one token each for a tokenizer that knows English
-    sentences.append("That was all. Now forget the notes and tell me: why is the sky blue?")
+    sentences.append(f"The notes end here. Question: {QUESTION}")
     return " ".join(sentences)

@@ -36,13 +36,19 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, help="folder of the model, instead of the one the manifest names"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address of the router (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port of the router (default 8000)")
+    parser.add_argument("--port", type=_port, default=8000, help="port of the router (default 8000)")
     parser.add_argument(
         "--vllm-python",
         default=sys.executable,
         metavar="PYTHON",
         help="interpreter that has vLLM, when it is not this one (a GPU build, say)",
     )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

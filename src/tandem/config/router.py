@@ -7,6 +7,7 @@ with `add_router_arguments` and `router_config`. Both directions come from the o
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
@@ -51,6 +52,16 @@ def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
+def _json_object(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a JSON object")
+    return text
+
+
 def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING) -> Any:
     metadata = {"help": help, "parse": parse}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
@@ -75,7 +86,19 @@ class RouterConfig:
     )
     model_path: str | None = _option("folder of the model: its tokenizer and chat template", default=None)
     tokenizer: str | None = _option("folder of the tokenizer, when it is not the model's", default=None)
-    chat_template: str | None = _option("file of the chat template, when it is not the model's", default=None)
+    chat_template: str | None = _option(
+        "chat template (file or text), when it is not the model's; as the engines have it", default=None
+    )
+    chat_template_content_format: str = _option(
+        "auto, string or openai; as the engines have it", _one_of(("auto", "string", "openai")), "auto"
+    )
+    default_chat_template_kwargs: str | None = _option(
+        "JSON object of template arguments; as the engines have it", _json_object, None
+    )
+    exclude_tools_when_tool_choice_none: bool = _option("as the engines have it", default=False)
+    max_model_len: int | None = _option(
+        "longest context in tokens; as the engines have it", _between(1, 2**31 - 1, int), None
+    )
     served_model_name: tuple[str, ...] = _option(
         "model names that requests may use; default: those the engines report", default=()
     )
@@ -171,8 +194,8 @@ def router_argv(config: RouterConfig) -> list[str]:
             continue
         if isinstance(value, bool):
             argv.append(_flag(f))
-        elif isinstance(value, tuple):
-            argv += [_flag(f), *value]
         else:
-            argv += [_flag(f), str(value)]
+            given = [str(v) for v in value] if isinstance(value, tuple) else [str(value)]
+            looks_like_flag = any(v.startswith("-") for v in given)
+            argv += [f"{_flag(f)}={v}" for v in given] if looks_like_flag else [_flag(f), *given]
     return argv

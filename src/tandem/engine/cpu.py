@@ -54,10 +54,18 @@ NOT_INHERITED = (
 )
 """Variables of whoever starts Tandem that must not reach an engine."""
 
-DEFAULT_ENVIRONMENT = {
-    "UCX_LOG_LEVEL": "warn",
-    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # what NIXL needs; vLLM sets it by the stock connector's name only
-}
+
+def default_environment(args: Iterable[str]) -> dict[str, str]:
+    """Variables that an engine with these flags has unless the manifest says otherwise."""
+    environment = {
+        "UCX_LOG_LEVEL": "warn",
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL needs it; vLLM sets it for its own connectors only
+    }
+    if has_flag(list(args), "--enforce-eager"):
+        # Eager in earnest: vLLM still compiles its sampler's logprobs with gcc, at the first request that
+        # asks for them, which then waits 18 s.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    return environment
 
 
 def owned_environment(physical_cores: int) -> dict[str, str]:

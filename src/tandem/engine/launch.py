@@ -125,7 +125,7 @@ def plan(
     engines = []
     for i, (role, _) in enumerate(roles):
         owned = _owned_environment(machine, host, ports[i].side_channel, cores[i], gpus[i])
-        env = _environment(endpoint, machine, owned, notes)
+        env = _environment(endpoint, machine, args[role], owned, notes)
         flags = [*args[role], "--host", host, "--port", str(ports[i].http)]
         engines.append(
             EngineLaunch(
@@ -237,11 +237,11 @@ def _owned_environment(
 
 
 def _environment(
-    endpoint: Endpoint, machine: Machine, owned: Mapping[str, str], notes: _Notes
+    endpoint: Endpoint, machine: Machine, args: Sequence[str], owned: Mapping[str, str], notes: _Notes
 ) -> dict[str, str]:
     defaults = dict(_DEFAULT_ENVIRONMENT)
     if machine.accelerator == "cpu":
-        defaults |= cpu.DEFAULT_ENVIRONMENT
+        defaults |= cpu.default_environment(args)
     path = "spec.worker.environmentVariables"
     given = literal_environment(endpoint)
     for variable in endpoint.spec.worker.environment_variables:

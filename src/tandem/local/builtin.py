@@ -33,10 +33,13 @@ def builtin_model(cache: Path, python: str) -> Path:
     Raises LocalError when the source package is missing or the conversion fails.
     """
     folder = cache / _FOLDER
-    cache.mkdir(parents=True, exist_ok=True)
-    with _lock(cache / f"{_FOLDER}.lock"):
-        if not is_whole(folder):
-            _convert_into(folder, find_gguf(), python)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f"{_FOLDER}.lock"):
+            if not is_whole(folder):
+                _convert_into(folder, find_gguf(), python)
+    except OSError as error:
+        raise LocalError(f"Cannot write the converted model into {cache}: {error}") from None
     return folder
 
 
@@ -57,12 +60,14 @@ def is_whole(folder: Path) -> bool:
     """Whether every file of a converted model is there with the checksum it was written with."""
     try:
         listed: dict[str, str] = json.loads((folder / _CHECKSUMS).read_text("utf-8"))
-        return all(_sha256(folder / name) == digest for name, digest in listed.items())
+        return bool(listed) and all(_sha256(folder / n) == digest for n, digest in listed.items())
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def _convert_into(folder: Path, gguf: Path, python: str) -> None:
+    for left in folder.parent.glob(f".{folder.name}-*"):  # by a run that was killed; the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -82,8 +87,6 @@ def _convert_into(folder: Path, gguf: Path, python: str) -> None:
         (work / _CHECKSUMS).write_text(json.dumps(sums, indent=1), "utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
-    except OSError as error:
-        raise LocalError(f"Cannot write the converted model into {folder.parent}: {error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

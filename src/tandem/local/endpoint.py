@@ -74,7 +74,10 @@ async def running(
     processes: list[Process] = []
     try:
         for spec in plan.processes:
-            process = await Process.start(spec, plan.logs / f"{spec.name}.log")
+            try:
+                process = await Process.start(spec, plan.logs / f"{spec.name}.log")
+            except OSError as error:
+                raise LocalError(f"Cannot start {spec.name}: {error}") from None
             processes.append(process)  # at once: what was started is stopped, whatever happens next
         endpoint = RunningEndpoint(plan, processes)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 # Paths that `tandem up` acts on (with everything below them), and those that only name things.
@@ -12,7 +13,6 @@ _MEANT = (
     "spec.modelName",
     "spec.modelSourceConfig.modelSourceType",
     "spec.modelSourceConfig.huggingFaceModel.modelId",
-    "spec.kubernetes.volumes",
     "spec.intelligentRoutingSpec.enabled",
     "spec.intelligentRoutingSpec.routingStrategy",
     "spec.pdSpec.routingThreshold",
@@ -21,6 +21,7 @@ _MEANT = (
     "spec.pdSpec.decodingSpec.replicas",
     "spec.pdSpec.decodingSpec.args",
     "spec.worker.args",
+    "spec.worker.command",
     "spec.worker.environmentVariables",
     "spec.worker.modelVolumeMount",
 )
@@ -29,17 +30,30 @@ _EXPECTED = ("spec.worker.image", "spec.worker.resources", "spec.worker.modelInv
 
 
 def without_local_meaning(raw: dict[str, Any]) -> list[str]:
-    """Paths of a manifest that do nothing on one machine: the highest path of each part, in file order.
-
-    Empty objects and lists count as not given.
+    """Paths of a valid manifest that do nothing on one machine: the highest path of each part, in file
+    order. Empty objects and lists count as not given.
     """
-    return [p for p in _highest(raw, "") if p not in _EXPECTED]
+    return [p for p in _highest(raw, "", (*_MEANT, *_model_volume(raw))) if p not in _EXPECTED]
 
 
-def _highest(value: Any, path: str) -> list[str]:
-    if value in ({}, [], None) or path in _MEANT:
+def _model_volume(raw: dict[str, Any]) -> list[str]:
+    """The path of the volume that holds the model, where the resource says that one does."""
+    spec = raw["spec"]
+    if spec["modelSourceConfig"]["modelSourceType"] != "kubernetesVolume":
         return []
-    below_matters = not path or any(m.startswith(path + ".") for m in _MEANT)
-    if not below_matters or not isinstance(value, dict):
+    name = spec["worker"]["modelVolumeMount"]["name"]
+    volumes = (spec.get("kubernetes") or {}).get("volumes") or []
+    return [f"spec.kubernetes.volumes[{i}]" for i, v in enumerate(volumes) if v["name"] == name]
+
+
+def _highest(value: Any, path: str, meant: Sequence[str]) -> list[str]:
+    if value in ({}, [], None) or path in meant:
+        return []
+    below_matters = not path or any(m.startswith((f"{path}.", f"{path}[")) for m in meant)
+    if below_matters and isinstance(value, dict):
+        below = [(f"{path}.{key}" if path else str(key), v) for key, v in value.items()]
+    elif below_matters and isinstance(value, list):
+        below = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+    else:
         return [path]
-    return [p for key, v in value.items() for p in _highest(v, f"{path}.{key}" if path else str(key))]
+    return [found for where, v in below for found in _highest(v, where, meant)]

@@ -22,7 +22,10 @@ def main(argv: list[str]) -> None:
             os.sched_setaffinity(0, [int(cpu) for cpu in argv[0].split(",")])
     if os.getppid() != parent:  # it died before the request above took effect
         raise SystemExit(1)
-    os.execvp(argv[1], argv[1:])
+    try:
+        os.execvp(argv[1], argv[1:])
+    except OSError as error:
+        raise SystemExit(f"error: cannot run {argv[1]}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

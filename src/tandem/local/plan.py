@@ -17,8 +17,10 @@ from tandem.engine import (
     Machine,
     engine_count,
     flag_value,
-    merge_args,
+    max_model_len,
+    role_args,
     served_model_name,
+    switch,
 )
 from tandem.engine import (
     plan as plan_engines,
@@ -50,7 +52,8 @@ class LocalPlan:
 
     @property
     def url(self) -> str:
-        return f"http://{self.router.host}:{self.router.port}"
+        host = f"[{self.router.host}]" if ":" in self.router.host else self.router.host
+        return f"http://{host}:{self.router.port}"
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -126,9 +129,9 @@ def make_plan(
 
     folder = find_model(endpoint, model, builtin)
     require_free(port, host)
-    ports = engine_ports(engine_count(endpoint), LOOPBACK)
+    ports = engine_ports(engine_count(endpoint), LOOPBACK, but={port})
     engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
-    args = merge_args(spec.worker.args, spec.pd_spec.decoding_spec.args)
+    args = role_args(endpoint, Role.DECODE)
     strategy, notes = _strategy(endpoint)
     name = served_model_name(endpoint)
     router = RouterConfig(
@@ -141,6 +144,10 @@ def make_plan(
         model_path=str(folder),
         tokenizer=_existing_folder(flag_value(args, "--tokenizer")),
         chat_template=flag_value(args, "--chat-template"),
+        chat_template_content_format=flag_value(args, "--chat-template-content-format") or "auto",
+        default_chat_template_kwargs=flag_value(args, "--default-chat-template-kwargs"),
+        exclude_tools_when_tool_choice_none=bool(switch(args, "--exclude-tools-when-tool-choice-none")),
+        max_model_len=max_model_len(endpoint),
         explain=True,
     )
     return LocalPlan(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tandem.engine import EnginePorts
 from tandem.local.errors import LocalError
 
 _FIRST_ENGINE_PORT = 8100
 _FIRST_SIDE_CHANNEL_PORT = 5600
-_LAST_TRIED = 1000
+_TRIED = 1000
 
 
-def engine_ports(count: int, host: str) -> list[EnginePorts]:
-    """Ports for `count` engines: the first free ones from 8100 (HTTP) and from 5600 (NIXL side channel)."""
-    http, side = _free(_FIRST_ENGINE_PORT, host), _free(_FIRST_SIDE_CHANNEL_PORT, host)
+def engine_ports(count: int, host: str, *, but: Collection[int] = ()) -> list[EnginePorts]:
+    """Ports for `count` engines: the first free ones from 8100 (HTTP) and from 5600 (NIXL side channel),
+    without those in `but`, which somebody else is about to take."""
+    http, side = _free(_FIRST_ENGINE_PORT, host, but), _free(_FIRST_SIDE_CHANNEL_PORT, host, but)
     return [EnginePorts(http=next(http), side_channel=next(side)) for _ in range(count)]
 
 
@@ -32,14 +33,16 @@ def require_free(port: int, host: str) -> None:
         raise LocalError(f"Cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def _free(first: int, host: str) -> Iterator[int]:
-    for port in range(first, first + _LAST_TRIED):
+def _free(first: int, host: str, but: Collection[int]) -> Iterator[int]:
+    for port in range(first, first + _TRIED):
+        if port in but:
+            continue
         try:
             _bind(port, host)
         except OSError:
             continue
         yield port
-    raise LocalError(f"No free port between {first} and {first + _LAST_TRIED - 1}.")
+    raise LocalError(f"There are not enough free ports from {first} to {first + _TRIED - 1}.")
 
 
 def _bind(port: int, host: str) -> None:

@@ -76,19 +76,18 @@ class Process:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise LocalError(f"{self.spec.name} {how}: {cause_of_death(self.log)}\nIts log: {self.log}")
 
-    async def stop(self) -> None:
-        """End the process and its children: SIGTERM, then SIGKILL after ten seconds."""
-        for number, patience in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, number)
-            try:
-                async with asyncio.timeout(patience):
-                    await self._child.wait()
-            except TimeoutError:
-                continue
-        # Whatever the process left behind in its group.
+    async def stop(self, *, patience: float = _STOP_SECONDS) -> None:
+        """End the process and its children: SIGTERM, then SIGKILL after `patience` seconds."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._child.wait()
+        self._signal(signal.SIGKILL)  # the process itself, and whatever it left behind in its group
+        await self._child.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+            os.killpg(self._child.pid, number)
 
 
 def cause_of_death(log: Path) -> str:

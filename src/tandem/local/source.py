@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from tandem.api import Endpoint
-from tandem.engine import flag_value
+from tandem.api import Endpoint, Role
+from tandem.engine import model_argument, role_args
 from tandem.local.builtin import MODEL_ID
 from tandem.local.errors import LocalError
 
@@ -22,7 +22,7 @@ def find_model(endpoint: Endpoint, override: Path | None, builtin: Callable[[], 
         return _checked(override, "--model")
     spec = endpoint.spec
     source = spec.model_source_config
-    named = flag_value(spec.worker.args, "--model")
+    named = model_argument(role_args(endpoint, Role.DECODE))
     if source.model_source_type == "kubernetesVolume":
         return _checked(_in_host_path(endpoint, named), "spec.kubernetes.volumes")
     if named is not None and Path(named).is_dir():

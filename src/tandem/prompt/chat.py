@@ -96,12 +96,10 @@ def refuse_forwarded_ids(body: Mapping[str, object]) -> None:
         raise NotExact("forwarded ids", "kv_transfer_params.prompt_token_ids")
 
 
-def max_output_tokens(body: Mapping[str, object], default: int | None = None) -> int:
-    """Tokens of output asked for; 0 = no limit given."""
-    asked = integer(body, "max_completion_tokens") if default is None else None
-    if asked is None:
-        asked = integer(body, "max_tokens", default)
-    return asked or 0
+def max_output_tokens(body: Mapping[str, object]) -> int:
+    """Tokens of output that a chat asks for; 0 = no limit given."""
+    asked = integer(body, "max_completion_tokens")
+    return (integer(body, "max_tokens") if asked is None else asked) or 0
 
 
 def template_arguments(

@@ -8,11 +8,14 @@ from typing import Literal
 
 from tandem.prompt import chat, tokenizer_files
 from tandem.prompt.errors import BadPrompt, LoadError, NotExact
-from tandem.prompt.fields import FIELD_TYPE, boolean
+from tandem.prompt.fields import FIELD_TYPE, boolean, integer
 from tandem.prompt.messages import conversation
 from tandem.prompt.template import ChatTemplate
 from tandem.prompt.tokenizer import Encoder, ReferenceEncoder
 from tandem.prompt.truncation import Truncation
+
+# Of a completion request that gives none, or null (the OpenAI API's default).
+_DEFAULT_MAX_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +98,9 @@ class PromptCounter:
                 raise NotExact(name)
         chat.refuse_forwarded_ids(body)
         prompt = _only_prompt(body.get("prompt"))
-        truncation = Truncation.of(body, chat.max_output_tokens(body, 16), self._settings.max_model_len)
+        max_tokens = integer(body, "max_tokens")
+        asked = _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        truncation = Truncation.of(body, asked, self._settings.max_model_len)
         if isinstance(prompt, str):
             return Tokens(self._encode(prompt, boolean(body, "add_special_tokens", True), truncation))
         ids = [id for id in prompt if type(id) is int and id >= 0]

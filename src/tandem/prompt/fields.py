@@ -18,8 +18,8 @@ def boolean(body: Mapping[str, object], name: str, default: bool) -> bool:
     return value
 
 
-def integer(body: Mapping[str, object], name: str, default: int | None = None) -> int | None:
-    value = body.get(name, default)
+def integer(body: Mapping[str, object], name: str) -> int | None:
+    value = body.get(name)
     if value is not None and type(value) is not int:
         raise NotExact(FIELD_TYPE, f"{name} is not an integer")
     return value

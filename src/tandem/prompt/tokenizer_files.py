@@ -152,7 +152,8 @@ def _is_own_name(name: str) -> bool:
 
 def _added_tokens(directory: Path, document: Mapping[str, object]) -> dict[int, AddedToken]:
     entries = document.get("added_tokens")
-    assert isinstance(entries, list), "added_tokens is no list"
+    if not isinstance(entries, list):
+        raise TypeError("added_tokens is no list")
     by_id = {e["id"]: AddedToken(**{key: v for key, v in e.items() if key != "id"}) for e in entries}
     legacy = read_object(directory / "added_tokens.json")
     if missing := [token for token, id in legacy.items() if id not in by_id]:
@@ -226,9 +227,10 @@ def _revived(value: object) -> object:
 
 
 def _added(value: object) -> AddedToken:
-    assert isinstance(value, dict | AddedToken), "an added token is no object"
     if isinstance(value, AddedToken):
         return value
+    if not isinstance(value, dict):
+        raise TypeError("an added token is no object")
     return AddedToken(**{key: item for key, item in value.items() if key != "__type"})
 
 

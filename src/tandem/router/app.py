@@ -90,11 +90,19 @@ def load_counter(config: RouterConfig) -> PromptCounter | None:
     folder = config.model_path or config.tokenizer
     if folder is None:
         return None
-    return load(
+    counter = load(
         Path(folder),
         tokenizer_dir=Path(config.tokenizer) if config.tokenizer else None,
-        chat_template=Path(config.chat_template).read_text("utf-8") if config.chat_template else None,
+        chat_template=config.chat_template,
+        content_format=config.chat_template_content_format,
+        max_model_len=config.max_model_len,
+        exclude_tools_when_tool_choice_none=config.exclude_tools_when_tool_choice_none,
+        default_chat_template_kwargs=msgspec.json.decode(config.default_chat_template_kwargs or "{}"),
     )
+    for what, why in (("any prompt", counter.inexact_text), ("chats", counter.inexact_chat)):
+        if why:
+            logger.warning("%s cannot be counted here, so engines count them: %s", what, why)
+    return counter
 
 
 @asynccontextmanager
