@@ -160,9 +160,11 @@ def set_up(*, dev: bool, vllm_python: str | None) -> None:
     if dev and (why := unsupported_here()):
         raise CannotSetUp(f"The tests run the CPU engines. {why}")
     python = make_venv()
-    if vllm_python is not None:
-        # `tandem up` reads it as the default of --vllm-python.
-        (VENV / "vllm-python").write_text(vllm_python)
+    told = VENV / "vllm-python"  # `tandem up` reads it as the default of --vllm-python
+    if vllm_python is None:
+        told.unlink(missing_ok=True)
+    else:
+        told.write_text(vllm_python)
     if vllm_python is None or dev:
         with once("engine", digest(ENGINE_LIST)) as needed:
             if needed:

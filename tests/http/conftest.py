@@ -17,6 +17,12 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until this holds. If it never does, the test hangs until its time-out."""
+    while not condition():  # noqa: ASYNC110 what is waited for is inside the code under test
+        await asyncio.sleep(0)
+
+
 @dataclass
 class Answer:
     """A response as h11 read it."""
@@ -137,7 +143,7 @@ class FakeOrigin:
     connections: int = 0
     errors: list[BaseException] = field(default_factory=list)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    origin: Origin = Origin("", 0)
+    origin: Origin = field(init=False)
 
     async def serve(self) -> asyncio.Server:
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tandem.http import Client, UpstreamClosed
+from tandem.http import Client, ConnectFailed, UpstreamClosed
 
-from .conftest import ServerPeer, StartOrigin
+from .conftest import ServerPeer, StartOrigin, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 LIMIT = 100
@@ -90,8 +90,7 @@ async def test_a_connection_that_the_origin_closed_while_idle_is_not_used(
 
     server = await start_origin(script)
     await fetch(client, server.origin, retry=False)
-    while client._pool._open:
-        await asyncio.sleep(0)
+    await until(lambda: not client._pool._open)
     assert await fetch(client, server.origin, retry=False) == b"ok"
 
 
@@ -192,8 +191,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind(start_origin: Star
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     kept = 0 if task.cancelled() else 1
-    while len(client._pool._open) != kept:  # a leak hangs here
-        await asyncio.sleep(0)
+    await until(lambda: len(client._pool._open) == kept)
     assert sum(map(len, client._pool._idle.values())) == kept
     await client.aclose()
 
@@ -215,6 +213,17 @@ async def test_closing_the_client_ends_what_is_under_way(start_origin: StartOrig
         await task
     with pytest.raises(RuntimeError, match="closed"):
         client.stream(server.origin, "GET", b"/", [])
+
+
+async def test_closing_the_client_while_it_connects(start_origin: StartOrigin) -> None:
+    server = await start_origin(always_ok)
+    client = Client()
+    task = asyncio.create_task(fetch(client, server.origin))
+    await asyncio.sleep(0)
+    await client.aclose()
+    with pytest.raises(ConnectFailed, match="the client was closed"):
+        await task
+    assert not client._pool._open
 
 
 async def test_an_answer_before_the_request_is_read_does_not_leave_a_half_sent_request_in_the_pool(

@@ -1,6 +1,7 @@
 """The server's parser, without sockets: what it takes, what it refuses, and that splits change nothing."""
 
 from http import HTTPStatus
+from itertools import pairwise
 from typing import Any
 
 import h11
@@ -37,7 +38,7 @@ REFUSED = {
         400,
     ),
     "chunked twice": (
-        b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: a\r\n" + b"transfer-encoding: chunked\r\n" * 2 + b"\r\n0\r\n\r\n",
         400,
     ),
     "chunked not last": (
@@ -100,7 +101,7 @@ def parse(data: bytes, *cuts: int, limits: Limits = LIMITS) -> tuple[list[Reques
     parser = RequestParser(limits, "peer")
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     try:
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             parser.feed(data[start:end])
     except Refusal as refusal:
         return list(parser.ready), refusal
@@ -277,7 +278,7 @@ def test_reads_what_h11_reads_however_it_is_split(data: bytes, cuts: list[int]) 
 def test_never_reads_a_damaged_request_differently_from_h11(
     first: bytes, second: bytes, at: int, removed: int, inserted: bytes
 ) -> None:
-    """Smuggling needs two parsers that disagree about where a message ends: what both take must be the same."""
+    """Smuggling needs two parsers that disagree about where a message ends. What both take must be equal."""
     at %= len(first) + 1
     data = first[:at] + inserted + first[at + removed :] + second
     ours, _ = parse(data, limits=Limits())

@@ -1,6 +1,7 @@
 """What the scan of a relayed event stream sees."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,7 +17,7 @@ def event(**fields: object) -> bytes:
 def scan(data: bytes, *cuts: int, line_bytes: int = 64 * 1024) -> StreamScan:
     result = StreamScan(line_bytes=line_bytes)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         result.feed(data[start:end])
     result.end()
     return result

@@ -216,15 +216,16 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle(model_dirs: dict[str, Path]) -> Iterator[Callable[..., Oracle]]:
-    """`oracle(model, **flags)`: vLLM for that model, made once for each set of flags."""
+    """`oracle(model or directory, **flags)`: vLLM for that model, made once for each set of flags."""
     made: dict[str, Oracle] = {}
 
-    def get(name: str, **flags: Any) -> Oracle:
-        key = json.dumps([name, flags], sort_keys=True)
+    def get(model: str | Path, **flags: Any) -> Oracle:
+        directory = model if isinstance(model, Path) else model_dirs[model]
+        key = json.dumps([str(directory), flags], sort_keys=True)
         if key not in made:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                made[key] = Oracle(model_dirs[name], flags)
+                made[key] = Oracle(directory, flags)
         return made[key]
 
     yield get

@@ -1,4 +1,4 @@
-"""Small models for the tests: directories with a trained tokenizer, its settings and a template, but no weights."""
+"""Small models for the tests: a trained tokenizer, settings and a template in a directory, no weights."""
 
 import json
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def byte_level(*special: str, bos: str | None = None, normalizer: Any = None, pa
 
 
 def sentencepiece_bpe(texts: list[str]) -> Tokenizer:
-    """In the manner of Llama 2: spaces as ▁, bytes where a character is unknown, bos by the post-processor."""
+    """In the manner of Llama 2: spaces as ▁, unknown characters as bytes, bos by the post-processor."""
     tokenizer = Tokenizer(algorithms.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

@@ -1,4 +1,4 @@
-"""What of a chat request changes its prompt, what only the engine can count, and what it is sure to refuse."""
+"""What of a chat request changes its prompt, what only the engine can count, what it is sure to refuse."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
-from tandem.cli import ENVIRONMENT, FAILURE, OK, complain
+from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
 from tandem.cli.up import add_endpoint_arguments, plan_or_complain, run_until_signalled
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (ProofError, RequestFailed) as error:
         complain(error)
         return FAILURE
+    except httpx.InvalidURL as error:
+        complain(f"--url {arguments.url}: {error}")
+        return USAGE
     except httpx.HTTPError as error:
         complain(f"{arguments.url or 'the endpoint'} cannot be reached: {str(error) or type(error).__name__}")
         return ENVIRONMENT if arguments.url else FAILURE

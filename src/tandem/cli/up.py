@@ -39,9 +39,9 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="port of the router (default 8000)")
     parser.add_argument(
         "--vllm-python",
-        default=sys.executable,
+        default=_vllm_python(),
         metavar="PYTHON",
-        help="interpreter that has vLLM, when it is not this one (a GPU build, say)",
+        help="interpreter that has vLLM, when it is not this one: a GPU build, say (default: %(default)s)",
     )
 
 
@@ -49,6 +49,12 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
     return int(text)
+
+
+def _vllm_python() -> str:
+    """The interpreter that `make setup VLLM_PYTHON=…` was told of, else this one."""
+    told = Path(sys.prefix) / "vllm-python"
+    return told.read_text("utf-8").strip() if told.is_file() else sys.executable
 
 
 def run(arguments: argparse.Namespace) -> int:

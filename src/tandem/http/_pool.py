@@ -27,7 +27,11 @@ class Origin:
             raise ValueError(f"not of the form http://host:port: {url!r}")
         if parts.path not in ("", "/"):
             raise ValueError(f"an origin has no path: {url!r}")
-        return cls(parts.hostname, 80 if parts.port is None else parts.port)
+        try:
+            port = parts.port
+        except ValueError:
+            raise ValueError(f"not a port number, in {url!r}") from None
+        return cls(parts.hostname, 80 if port is None else port)
 
     @property
     def authority(self) -> str:
@@ -49,7 +53,6 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._response: Response | None = None
         self._reading = True
-        self._unwanted = False
 
     @property
     def usable(self) -> bool:
@@ -83,15 +86,11 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close at once; what is unsent is not sent."""
-        self._unwanted = True
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.opened(self)
-        if self._unwanted:  # the task that wanted it was cancelled, and uvloop connected nevertheless
-            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._response is not None:
@@ -127,16 +126,22 @@ class Pool:
         self._idle_per_origin = idle_per_origin
         self._idle: dict[Origin, list[Connection]] = {}
         self._open: set[Connection] = set()
+        self._closed = False
 
     async def connect(self, origin: Origin) -> Connection:
-        """A new connection. Raises `OSError`."""
+        """A new connection, which may have been closed since. Raises `OSError`."""
         connection = Connection(origin, self)
         loop = asyncio.get_running_loop()
         try:
             await loop.create_connection(lambda: connection, origin.host, origin.port)
         except BaseException:
-            connection.close()
+            connection.close()  # uvloop may have called connection_made, and then never calls connection_lost
             raise
+        if self._closed:
+            connection.close()
+            raise OSError("the client was closed")
+        if not connection.closed.done():
+            self._open.add(connection)
         return connection
 
     def take(self, origin: Origin) -> Connection | None:
@@ -159,10 +164,6 @@ class Pool:
         connection.watchdog.set(self._idle_timeout)
         self._idle.setdefault(connection.origin, []).append(connection)
 
-    def opened(self, connection: Connection) -> None:
-        """Know a connection that was made."""
-        self._open.add(connection)
-
     def lost(self, connection: Connection) -> None:
         """Forget a connection that was closed."""
         self._open.discard(connection)
@@ -173,7 +174,8 @@ class Pool:
                 del self._idle[connection.origin]
 
     async def aclose(self) -> None:
-        """Close all connections, those in use too."""
+        """Close all connections, those in use too; those being made are closed as soon as they are."""
+        self._closed = True
         connections = list(self._open)
         for connection in connections:
             connection.close()

@@ -8,6 +8,7 @@ from typing import Any
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _ERROR_FIRST = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
 _FAILED = frozenset({"abort", "error"})
+_MARKERS = (b'"usage"', b'"error"', b'"abort"', b"[DONE]")
 
 
 class StreamScan:
@@ -67,9 +68,9 @@ class StreamScan:
         """Look at whole lines."""
         self.events += lines.startswith(b"data:") + lines.count(b"\ndata:")
         if b'"usage"' in lines or b'"error"' in lines or b'"abort"' in lines or b"[DONE]" in lines:
-            for line in lines.split(b"\n"):
-                if line.startswith(b"data:"):
-                    self._look_at(line[5:].strip())
+            for start in _marked_lines(lines):
+                if lines.startswith(b"data:", start):
+                    self._look_at(_line_at(lines, start + 5).strip())
 
     def _look_at(self, payload: bytes) -> None:
         if payload == b"[DONE]":
@@ -97,3 +98,20 @@ class StreamScan:
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict) and choice.get("finish_reason") in _FAILED:
                 self.finish_reason = choice["finish_reason"]
+
+
+def _line_at(lines: bytes, start: int) -> bytes:
+    end = lines.find(b"\n", start)
+    return lines[start:end] if end >= 0 else lines[start:]
+
+
+def _marked_lines(lines: bytes) -> list[int]:
+    """Where the lines begin that hold a marker, in order. One read may bring a hundred events and one marker."""
+    starts = set()
+    for marker in _MARKERS:
+        at = lines.find(marker)
+        while at >= 0:
+            starts.add(lines.rfind(b"\n", 0, at) + 1)
+            line_end = lines.find(b"\n", at)
+            at = lines.find(marker, line_end) if line_end >= 0 else -1
+    return sorted(starts)

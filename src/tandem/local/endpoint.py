@@ -13,6 +13,7 @@ import httpx
 from tandem.local.errors import LocalError
 from tandem.local.plan import LocalPlan
 from tandem.local.process import Process, tail
+from tandem.local.reaper import reaper
 
 _POLL_SECONDS = 0.25
 
@@ -25,6 +26,8 @@ _STAGES = (
     ("opening its port", re.compile(r"Starting vLLM (API )?server")),
     ("answering", re.compile(r"Application startup complete")),
 )
+
+_LAST_STAGE = _STAGES[-1][0]
 
 OnProgress = Callable[[dict[str, str]], None]
 """Called with process name → what it is doing, each time one of them changes."""
@@ -71,49 +74,52 @@ async def running(
 
     Raises LocalError when a process dies first, with the cause from its log, or on time-out.
     """
-    processes: list[Process] = []
-    try:
-        for spec in plan.processes:
-            try:
-                process = await Process.start(spec, plan.logs / f"{spec.name}.log")
-            except OSError as error:
-                raise LocalError(f"Cannot start {spec.name}: {error}") from None
-            processes.append(process)  # at once: what was started is stopped, whatever happens next
-        endpoint = RunningEndpoint(plan, processes)
+    async with reaper() as guard:
+        processes: list[Process] = []
         try:
-            await endpoint.while_alive(_poll(endpoint, on_progress), within=ready_timeout)
-        except TimeoutError:
-            raise LocalError(
-                f"The endpoint was not ready after {ready_timeout:g} s; see the logs in {plan.logs}."
-            ) from None
-        yield endpoint
-    finally:
-        await asyncio.gather(*(p.stop() for p in processes))
+            for spec in plan.processes:
+                process = await Process.start(spec, plan.logs / f"{spec.name}.log")
+                guard.started(process.pid)
+                processes.append(process)  # at once: what was started is stopped, whatever happens next
+            endpoint = RunningEndpoint(plan, processes)
+            try:
+                await endpoint.while_alive(_poll(endpoint, on_progress), within=ready_timeout)
+            except TimeoutError:
+                raise LocalError(
+                    f"The endpoint was not ready after {ready_timeout:g} s; see the logs in {plan.logs}."
+                ) from None
+            yield endpoint
+        finally:
+            await asyncio.gather(*(p.stop() for p in processes))
+            for process in processes:
+                guard.ended(process.pid)
 
 
 async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress) -> None:
+    """Return when every engine is in use and every pair proved."""
     shown: dict[str, str] = {}
     async with httpx.AsyncClient(base_url=endpoint.plan.url, timeout=5.0, trust_env=False) as client:
         while True:
-            ready, reason = await _readiness(client)
+            router = await _what_router_waits_for(client)
             now = {p.spec.name: _stage(p) for p in endpoint.processes if p.spec.name != "router"}
-            now["router"] = "ready" if ready else reason
+            if router and any(stage != _LAST_STAGE for stage in now.values()):
+                router = "waiting for the engines"  # what it says of each says less than the engine's stage
+            now["router"] = router or "ready"
             if now != shown:
                 shown = now
                 on_progress(now)
-            if ready:
+            if not router:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _readiness(client: httpx.AsyncClient) -> tuple[bool, str]:
+async def _what_router_waits_for(client: httpx.AsyncClient) -> str:
+    """Empty when the router is ready and waits for nothing."""
     try:
-        answer = await client.get("/ready")
-    except httpx.TransportError:
-        return False, "starting"
-    if answer.status_code == 200:
-        return True, ""
-    return False, "waiting for the engines and their canaries"
+        status = (await client.get("/ready")).json()
+    except (httpx.TransportError, ValueError):
+        return "starting"
+    return str(status.get("reason") or "; ".join(status.get("unproved", [])))
 
 
 def _stage(process: Process) -> str:

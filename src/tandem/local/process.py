@@ -16,8 +16,15 @@ from tandem.local import launch
 from tandem.local.errors import LocalError
 
 _STOP_SECONDS = 10.0
-# A line of a log that names the cause of a death: an exception's last line, or an error record.
-_CAUSE = re.compile(r"^(?!.*\b(INFO|WARNING)\b).*(\b\w*(Error|Exception)\b: |\berror: |\bERROR\b|Killed)")
+# Lines of a log that name the cause of a death, best first: an exception's last line, an error record.
+_CAUSES = (
+    re.compile(r"^(?!.*\b(INFO|WARNING)\b).*\b\w*(Error|Exception)\b: "),
+    re.compile(r"^(?!.*\b(INFO|WARNING)\b).*(\berror: |\bERROR\b|Killed)"),
+)
+# What vLLM's API server says last when an engine core dies: the cause stands further up.
+_STANDS_ABOVE = re.compile(r"See (root cause|stack trace) ")
+# The first line of a pydantic error, whose next line says what is wrong.
+_GOES_ON = re.compile(r"validation errors? for \w+$")
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(ERROR|CRITICAL)?\s*(\d\d-\d\d )?[\d:.]* *(\[[\w.]+:\d+\] )?")
 
 
@@ -41,29 +48,27 @@ class Process:
 
     @classmethod
     async def start(cls, spec: ProcessSpec, log: Path) -> Process:
-        """Start a process in a session of its own, both outputs into `log`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
+        """Start a process in a session of its own, both outputs into `log`. Raises LocalError."""
         cpus = ",".join(map(str, spec.cpus)) or "-"
-        with log.open("wb") as out:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                launch.__file__,
-                cpus,
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env={
-                    **(os.environ if spec.env is None else spec.env),
-                    "TANDEM_LAUNCH_PARENT": str(os.getpid()),
-                },
-                start_new_session=True,
-            )
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as out:
+                child = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", launch.__file__, cpus),
+                    *spec.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=spec.env,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LocalError(f"Cannot start {spec.name}: {error}") from None
         return cls(spec, log, child)
 
     @property
     def pid(self) -> int:
+        """Also the id of its process group."""
         return self._child.pid
 
     @property
@@ -91,12 +96,15 @@ class Process:
 
 
 def cause_of_death(log: Path) -> str:
-    """The line of a log that says best why its process died: the last error named, else the last line."""
+    """What a log says of why its process died: the last exception, else error, else the last line."""
     lines = [line.strip() for line in tail(log, 64 * 1024).splitlines() if line.strip()]
     if not lines:
         return "it wrote nothing"
-    cause = next((line for line in reversed(lines) if _CAUSE.search(line)), lines[-1])
-    return _LOG_PREFIX.sub("", cause, count=1)[:500]
+    lines = [line for line in lines if not _STANDS_ABOVE.search(line)] or lines
+    backwards = range(len(lines) - 1, -1, -1)
+    at = next((i for cause in _CAUSES for i in backwards if cause.search(lines[i])), len(lines) - 1)
+    cause = lines[at : at + 2] if _GOES_ON.search(lines[at]) else [lines[at]]
+    return ": ".join(_LOG_PREFIX.sub("", line, count=1) for line in cause)[:500]
 
 
 def tail(log: Path, size: int) -> str:

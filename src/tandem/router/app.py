@@ -72,8 +72,8 @@ class App:
 
     def _ready(self, responder: Responder) -> None:
         why = "draining" if self.draining else self.fleet.missing
-        answer = msgspec.json.encode({"ready": why is None, "reason": why})
-        responder.send(503 if why else 200, [_JSON], answer)
+        status = {"ready": why is None, "reason": why, "unproved": self.fleet.unproved}
+        responder.send(503 if why else 200, [_JSON], msgspec.json.encode(status))
 
     def _render_metrics(self, responder: Responder) -> None:
         responder.send(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.render())

@@ -93,7 +93,13 @@ class Prober:
                 logger.exception("probing %s", engine.url)
                 self._lose(engine, "the probe failed; see the router's log")
                 pause = self._ready_interval
-            await asyncio.sleep(self._ready_interval if engine.state is State.READY else pause)
+            await asyncio.sleep(self._ready_interval if self._settled(engine) else pause)
+
+    def _settled(self, engine: Engine) -> bool:
+        """Whether there is nothing left to prove of an engine."""
+        if engine.state is State.WAITING or engine.role is EngineRole.DECODE:
+            return engine.state is State.READY
+        return all(self._fleet.is_proved(engine, d) for d in self._fleet.ready(EngineRole.DECODE))
 
     def _lose(self, engine: Engine, why: str) -> None:
         if engine.state is State.READY:

@@ -90,6 +90,18 @@ class Fleet:
             return "no prefill engine is ready: " + self._whys(EngineRole.PREFILL)
         return None
 
+    @property
+    def unproved(self) -> list[str]:
+        """Engines that are not in use, with the reason, and pairs across which no KV has gone yet."""
+        waiting = [f"{e.role.value} {e.url}: {e.why}" for e in self.engines if e.state is State.WAITING]
+        prefillers, decoders = self.ready(EngineRole.PREFILL), self.ready(EngineRole.DECODE)
+        return waiting + [
+            f"{p.url} with {d.url}: no canary yet"
+            for p in prefillers
+            for d in decoders
+            if (p, d) not in self._proved
+        ]
+
     def _whys(self, role: EngineRole) -> str:
         return "; ".join(f"{e.url} {e.why}" for e in self.of(role)) or "none is configured"
 

@@ -1,0 +1,206 @@
+"""Manifests as people write them: what is read, and what is said of mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.api import Endpoint, InvalidResource, Role, load_endpoint, parse_endpoint
+
+from .manifests import COLOCATED, HUGGING_FACE, MANIFESTS, NVME, S3
+
+
+def parse(text: str) -> Endpoint:
+    return parse_endpoint(text, source="endpoint.yaml")[0]
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(InvalidResource) as error:
+        parse(text)
+    return [str(p) for p in error.value.problems]
+
+
+def changed(*path: str | int, to: Any) -> str:
+    """The NVMe manifest with one field set."""
+    document = yaml.safe_load(NVME)
+    place = document
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = to
+    return yaml.safe_dump(document)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_of_hyperpod_load_unchanged(name: str) -> None:
+    endpoint, raw = parse_endpoint(MANIFESTS[name], source=name)
+    assert raw == yaml.safe_load(MANIFESTS[name])
+    assert endpoint.metadata.name == raw["metadata"]["name"]
+
+
+def test_what_a_manifest_says_is_read() -> None:
+    endpoint = parse(S3)
+    pd = endpoint.spec.pd_spec
+    assert pd is not None
+    assert (pd.routing_threshold, pd.prefill_spec.replicas, pd.decoding_spec.replicas) == (4096, 2, 1)
+    assert pd.role(Role.PREFILL).args == ("--max-num-seqs", "16", "--enforce-eager")
+    assert pd.role(Role.DECODE).args == ("--max-num-seqs", "32")
+    assert endpoint.spec.worker.environment_variables[0].name == "PD_BUFFER_SIZE"
+
+
+def test_what_a_manifest_leaves_out_has_the_defaults_of_the_resource() -> None:
+    endpoint = parse(HUGGING_FACE.replace("  namespace: team-a\n", ""))
+    pd = endpoint.spec.pd_spec
+    assert pd is not None
+    assert (pd.routing_threshold, pd.prefill_spec.replicas, pd.decoding_spec.replicas) == (4096, 1, 1)
+    assert endpoint.metadata.namespace == "default"
+    assert endpoint.spec.worker.model_volume_mount.mount_path == "/opt/ml/model"
+    assert parse(COLOCATED).spec.pd_spec is None
+
+
+def test_the_older_version_of_the_resource_is_read_too() -> None:
+    assert parse(NVME.replace("com/v1\n", "com/v1alpha1\n")).metadata.name == "pd-nvme"
+
+
+def test_an_endpoint_is_found_among_other_objects() -> None:
+    others = "apiVersion: v1\nkind: Secret\nmetadata: {name: s}\n---\n# nothing\n---\n[1, 2]\n---\n"
+    assert parse(others + NVME).metadata.name == "pd-nvme"
+
+
+def test_every_problem_is_told_at_once_with_its_path() -> None:
+    text = """
+apiVersion: apps/v1
+kind: InferenceEndpointConfig
+metadata: {name: Upper}
+spec:
+  modelSourceConfig: {modelSourceType: gcs}
+  pdSpec:
+    routingThreshold: -1
+    prefillSpec: {replicas: 0}
+    decodingSpec: {replica: 1}
+  worker:
+    image: 3
+    args: --model
+    modelInvocationPort: {containerPort: 70000}
+    modelVolumeMount: {}
+    environmentVariables: [{name: A, value: "1"}, {name: B, value: 1}]
+"""
+    found = dict(p.split(": ", 1) for p in problems(text))
+    assert found.keys() == {
+        "apiVersion",
+        "metadata.name",
+        "spec.modelName",
+        "spec.modelSourceConfig.modelSourceType",
+        "spec.pdSpec.routingThreshold",
+        "spec.pdSpec.prefillSpec.replicas",
+        "spec.pdSpec.decodingSpec.replica",
+        "spec.worker.image",
+        "spec.worker.args",
+        "spec.worker.modelInvocationPort.containerPort",
+        "spec.worker.modelVolumeMount.name",
+        "spec.worker.resources",
+        "spec.worker.environmentVariables[1].value",
+    }
+    assert found["apiVersion"] == "is 'apps/v1'; use inference.sagemaker.aws.amazon.com/v1"
+    assert found["spec.modelName"] == "is required"
+    assert "'kubernetesVolume'" in found["spec.modelSourceConfig.modelSourceType"]
+    assert "(it is 'gcs')" in found["spec.modelSourceConfig.modelSourceType"]
+    assert found["spec.worker.args"] == "must be a list (it is '--model')"
+    assert found["spec.worker.environmentVariables[1].value"] == "must be a string (it is 1)"
+
+
+def test_a_missing_field_is_told_once() -> None:
+    assert problems("kind: InferenceEndpointConfig\nmetadata: {name: a}\n") == [
+        "apiVersion: is required",
+        "spec: is required",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        (("spec", "modelname"), "modelName"),
+        (("spec", "model_name"), "modelName"),
+        (("spec", "pdSpec", "routingTreshold"), "routingThreshold"),
+        (("spec", "pdSpec", "prefillSpec", "arg"), "args"),
+        (("spec", "worker", "environmentVariable"), "environmentVariables"),
+        (("spec", "kubernetes", "volumes", 0, "hostPath", "paths"), "path"),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_the_nearest_one(path: tuple[str | int, ...], near: str) -> None:
+    (problem,) = problems(changed(*path, to="x"))
+    assert problem.endswith(f"{path[-1]}: is not a field of the resource; did you mean {near}?")
+
+
+def test_a_name_near_nothing_gets_no_hint() -> None:
+    assert problems(changed("spec", "zzz", to=1)) == ["spec.zzz: is not a field of the resource"]
+
+
+@pytest.mark.parametrize("text", ["true", "yes"])
+def test_a_boolean_in_quotes_is_refused_as_the_api_server_does(text: str) -> None:
+    assert problems(changed("spec", "intelligentRoutingSpec", to={"enabled": text})) == [
+        f"spec.intelligentRoutingSpec.enabled: must be true or false (it is '{text}')"
+    ]
+
+
+def test_a_date_is_a_string_as_it_is_for_the_api_server() -> None:
+    text = NVME.replace("  name: pd-nvme\n", "  name: pd-nvme\n  annotations: {since: 2024-01-31}\n")
+    assert parse(text).metadata.annotations == {"since": "2024-01-31"}
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("spec:\n  a: [1,\n", "line 3, column 1", "found '<stream end>'"),
+        ("spec:\n\tworker: 1\n", "line 2, column 1", "cannot start any token"),
+        ("a: &x 1\nb: *y\n", "line 2, column 4", "undefined alias 'y'"),
+        ("spec:\n  ? [a]\n  : 1\n", "line 2, column 5", "a key must be a name"),
+        ("a: \x00", "the file", "not valid YAML"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_place(text: str, where: str, what: str) -> None:
+    (problem,) = problems(text)
+    assert problem.startswith(where)
+    assert what in problem
+
+
+def test_a_key_given_twice_is_refused_and_not_silently_the_last() -> None:
+    text = NVME.replace("    routingThreshold: 0\n", "    routingThreshold: 0\n    routingThreshold: 9\n")
+    line = text.splitlines().index("    routingThreshold: 9") + 1
+    assert problems(text) == [f"line {line}, column 5: 'routingThreshold' is given twice"]
+
+
+def test_a_merge_key_may_bring_what_is_given_again() -> None:
+    """Also where a merged mapping is merged once more."""
+    roles = """\
+    prefillSpec: &one {<<: &base {replicas: 1, args: ["--seed", "1"]}, replicas: 2}
+    decodingSpec: {<<: *one, replicas: 3}
+"""
+    lines = [x for x in NVME.splitlines(keepends=True) if "fillSpec" not in x and "decodingSpec" not in x]
+    at = lines.index("    routingThreshold: 0\n") + 1
+    pd = parse("".join([*lines[:at], roles, *lines[at:]])).spec.pd_spec
+    assert pd is not None
+    assert (pd.prefill_spec.replicas, pd.decoding_spec.replicas) == (2, 3)
+    assert pd.decoding_spec.args == ("--seed", "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [("", "none"), ("kind: Pod\n", "none"), ("just text", "none"), (f"{NVME}---\n{S3}", "2")],
+)
+def test_a_file_without_one_endpoint_is_refused(text: str, held: str) -> None:
+    (problem,) = problems(text)
+    assert problem.endswith(f"exactly one object of kind InferenceEndpointConfig; it holds {held}")
+
+
+def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
+    file = tmp_path / "endpoint.yaml"
+    file.write_text(NVME)
+    assert load_endpoint(file)[0].metadata.name == "pd-nvme"
+    file.write_bytes(b"a: \xff")
+    with pytest.raises(InvalidResource, match=r"endpoint\.yaml: the file: is not UTF-8 text"):
+        load_endpoint(file)
+    with pytest.raises(FileNotFoundError):
+        load_endpoint(tmp_path / "none.yaml")

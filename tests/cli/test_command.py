@@ -1,0 +1,86 @@
+"""The command as a whole, and `tandem router` as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import COMMANDS
+
+from .conftest import Tandem
+
+
+def test_its_help_names_every_command(tandem_command: Tandem) -> None:
+    done = tandem_command("--help")
+    assert done.code == 0
+    for name, what in COMMANDS.items():
+        assert name in done.out
+        assert what in done.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(tandem_command: Tandem, name: str) -> None:
+    done = tandem_command(name, "--help")
+    assert done.code == 0
+    assert done.out.startswith(f"usage: tandem {name} ")
+
+
+def test_its_version_is_the_distributions(tandem_command: Tandem) -> None:
+    assert tandem_command("--version").out == f"tandem {version('tandem-dpd')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["downn"], "invalid choice: 'downn'"),
+        (["up", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["router", "--decode", "http://d"], "argument --decode: 'http://d' needs a host and a port"),
+    ],
+)
+def test_a_wrong_command_line_is_told_and_has_its_code(
+    tandem_command: Tandem, words: list[str], said: str
+) -> None:
+    done = tandem_command(*words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
+def test_router_flags_that_contradict_each_other_are_told(tandem_command: Tandem) -> None:
+    done = tandem_command("router", "--prefill", "http://p:1")
+    assert (done.code, done.err) == (2, "tandem: --decode: at least one decode engine is needed\n")
+
+
+async def router(*arguments: str) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-m", "tandem", "router", "--decode", "http://127.0.0.1:1", *arguments)
+    return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+
+
+async def test_a_router_without_a_usable_model_says_so(tmp_path: Path) -> None:
+    child = await router("--model-path", str(tmp_path / "none"))
+    _, err = await child.communicate()
+    assert child.returncode == 3
+    assert err.decode().startswith(f"tandem: {tmp_path / 'none'} ")
+
+
+async def test_a_router_whose_port_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        child = await router("--port", str(taken.getsockname()[1]))
+        _, err = await child.communicate()
+    assert child.returncode == 3
+    assert b"address already in use" in err
+
+
+async def test_a_router_runs_until_it_is_told_to_end() -> None:
+    child = await router("--port", "0")
+    assert child.stderr is not None
+    while b"listening on http://127.0.0.1:" not in await child.stderr.readline():
+        assert not child.stderr.at_eof()
+    child.terminate()
+    await child.communicate()
+    assert child.returncode == 0

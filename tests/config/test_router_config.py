@@ -1,0 +1,149 @@
+"""The router's command line: what is rendered is read back, and what is wrong is said."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config import RouterConfig, add_router_arguments, router_argv, router_config
+from tandem.config.router import engine_url
+
+URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(1, 65535))
+# Any argument of a process; argparse takes `--` for itself.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12).filter(
+    lambda text: text != "--"
+) | st.sampled_from(["-x", "--port", "-1", "- a", "--a b", ""])
+
+
+def seconds(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> RouterConfig:
+    urls = draw(st.lists(URLS, min_size=1, max_size=6, unique=True))
+    decoders = draw(st.integers(1, len(urls)))
+    return RouterConfig(
+        host=draw(TEXT),
+        port=draw(st.integers(0, 65535)),
+        decode=tuple(urls[:decoders]),
+        prefill=tuple(urls[decoders:]),
+        routing_threshold=draw(st.integers(0, 2**31 - 1)),
+        model_path=draw(st.none() | TEXT),
+        tokenizer=draw(st.none() | TEXT),
+        chat_template=draw(st.none() | TEXT),
+        chat_template_content_format=draw(st.sampled_from(["auto", "string", "openai"])),
+        default_chat_template_kwargs=draw(st.none() | st.just('{"enable_thinking": false}')),
+        exclude_tools_when_tool_choice_none=draw(st.booleans()),
+        max_model_len=draw(st.none() | st.integers(1, 2**31 - 1)),
+        served_model_name=tuple(draw(st.lists(TEXT, max_size=3))),
+        connect_timeout=draw(seconds(0.05, 600)),
+        prefill_timeout=draw(seconds(0.1, 86_400)),
+        first_token_timeout=draw(seconds(0.1, 86_400)),
+        stream_idle_timeout=draw(seconds(0.1, 86_400)),
+        max_attempts=draw(st.integers(1, 16)),
+        max_fallbacks=draw(st.integers(0, 10_000)),
+        drain_timeout=draw(seconds(0, 86_400)),
+        explain=draw(st.booleans()),
+        log_level=draw(st.sampled_from(["debug", "info", "warning", "error"])),
+    )
+
+
+def read(argv: list[str]) -> RouterConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_router_arguments(parser)
+    return router_config(parser.parse_args(argv))
+
+
+@given(configurations())
+def test_any_configuration_survives_the_command_line(config: RouterConfig) -> None:
+    assert read(router_argv(config)) == config
+
+
+def test_only_what_differs_from_the_defaults_is_rendered() -> None:
+    config = RouterConfig(decode=("http://d:1", "http://d:2"), explain=True, routing_threshold=0)
+    assert router_argv(config) == [
+        "--decode",
+        "http://d:1",
+        "http://d:2",
+        "--routing-threshold",
+        "0",
+        "--explain",
+    ]
+
+
+def test_the_documented_command_line_is_read() -> None:
+    flags = (
+        "--host 0.0.0.0 --port 9000 --prefill http://p:1 http://p:2 --decode http://d:1 --decode http://d:2/ "
+        "--routing-threshold 1024 --routing-strategy roundrobin --model-path /m --tokenizer /t "
+        "--served-model-name a b"
+    )
+    config = read(flags.split())
+    assert config == RouterConfig(
+        host="0.0.0.0",
+        port=9000,
+        prefill=("http://p:1", "http://p:2"),
+        decode=("http://d:1", "http://d:2"),
+        routing_threshold=1024,
+        model_path="/m",
+        tokenizer="/t",
+        served_model_name=("a", "b"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--port 65536", "65536 is outside 0 … 65535"),
+        ("--port x", "'x' is not a whole number"),
+        ("--routing-threshold -1", "-1 is outside 0"),
+        ("--routing-threshold 1.5", "'1.5' is not a whole number"),
+        ("--connect-timeout nan", "nan is outside"),
+        ("--connect-timeout soon", "'soon' is not a number"),
+        ("--routing-strategy random", "'random' is not one of roundrobin"),
+        ("--connector mooncake", "'mooncake' is not one of nixl"),
+        ("--log-level loud", "'loud' is not one of debug"),
+        ("--default-chat-template-kwargs [1]", "'[1]' is not a JSON object"),
+        ("--prefill https://p:1", "'https://p:1' is not an http:// URL"),
+        ("--prefill p:1", "'p:1' is not an http:// URL"),
+        ("--prefill http://p", "'http://p' needs a host and a port"),
+        ("--prefill http://p:1/v1", "'http://p:1/v1' must be a bare origin"),
+        ("--prefill http://a:b@p:1", "must be a bare origin"),
+    ],
+)
+def test_a_bad_value_is_told_with_its_flag(flags: str, said: str) -> None:
+    with pytest.raises(argparse.ArgumentError) as error:
+        read(["--decode", "http://d:1", *flags.split()])
+    assert str(error.value).startswith(f"argument {flags.split()[0]}: ")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--prefill http://p:1", "--decode: at least one decode engine is needed"),
+        ("--decode http://a:1 --prefill http://a:1", "http://a:1 is in both"),
+        ("--decode http://a:1 http://a:1/", "--decode: an engine is given twice"),
+        ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: an engine is given twice"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read(flags.split())
+
+
+def test_an_ipv6_engine_keeps_its_brackets() -> None:
+    assert engine_url("http://[::1]:8100/") == "http://[::1]:8100"
+
+
+def test_every_field_has_a_flag_with_help() -> None:
+    parser = argparse.ArgumentParser()
+    add_router_arguments(parser)
+    text = parser.format_help()
+    for field in fields(RouterConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert field.metadata["help"]

@@ -1,0 +1,93 @@
+"""Greedy completions of real engines, compared token for token."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tandem.bench.equality import Comparison, compare
+from tandem.prompt import PromptCounter
+
+_WORDS = [
+    "the",
+    "of",
+    "river",
+    "stone",
+    "garden",
+    "seven",
+    "bright",
+    "machine",
+    "winter",
+    "letter",
+    "paper",
+    "ocean",
+    "under",
+    "silver",
+    "road",
+    "question",
+    "and",
+    "it",
+    "was",
+    "found",
+    "that",
+    "every",
+    "harbour",
+    "keeps",
+    "a",
+    "book",
+    "of",
+    "names",
+]
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """One greedy answer: its token ids, and for each the gap between the two likeliest tokens."""
+
+    ids: list[int]
+    gaps: list[float]
+    prompt_tokens: int
+    headers: httpx.Headers
+
+
+def fresh_prompt(counter: PromptCounter, tokens: int) -> list[int]:
+    """A prompt of exactly so many token ids that no engine has seen."""
+    rnd = random.Random(secrets.token_bytes(16))
+    text = secrets.token_hex(8) + " " + " ".join(rnd.choice(_WORDS) for _ in range(tokens))
+    return counter.completion({"prompt": text}).ids[:tokens]
+
+
+async def greedy(
+    client: httpx.AsyncClient, url: str, prompt: list[int], *, max_tokens: int = 64, **fields: Any
+) -> Greedy:
+    """Complete a prompt at temperature 0, to the full length."""
+    body = {
+        "model": "smollm2",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "return_token_ids": True,
+        **fields,
+    }
+    answer = await client.post(f"{url}/v1/completions", json=body, headers={"x-tandem-explain": "1"})
+    assert answer.status_code == 200, answer.text
+    data = answer.json()
+    choice = data["choices"][0]
+    gaps = []
+    for top in choice["logprobs"]["top_logprobs"]:
+        values = sorted(top.values(), reverse=True)
+        gaps.append(values[0] - values[1] if len(values) > 1 else 0.0)
+    return Greedy(choice["token_ids"], gaps, data["usage"]["prompt_tokens"], answer.headers)
+
+
+def judge(answer: Greedy, reference: Greedy, what: str) -> Comparison:
+    """Compare by the tie rule, and say on the test's output what was seen."""
+    same = compare(answer.ids, reference.ids, reference.gaps)
+    print(f"{what}: {same}")
+    return same

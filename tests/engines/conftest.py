@@ -1,0 +1,139 @@
+"""One endpoint of real engines for the whole session: `tandem up` with the built-in model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.config import RouterConfig
+from tandem.prompt import PromptCounter, load
+from tandem.router.app import running
+
+START_SECONDS = 240
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder starts or shares real engines."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(START_SECONDS + 180))
+
+
+@dataclass
+class Up:
+    """A `tandem up` process and what it started."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    state: Path
+    plan: dict[str, Any]
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+
+    def log(self, name: str) -> str:
+        (file,) = self.state.glob(f"**/logs/{name}.log")
+        return file.read_text("utf-8", "replace")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start_up(state: Path, *arguments: str) -> Up:
+    """Run `tandem up ARGUMENTS` on a free port and wait until it is ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "tandem", "up", "--port", str(port), *arguments]
+    environment = {**os.environ, "XDG_STATE_HOME": str(state)}
+    shown = subprocess.run(
+        [*command, "--dry-run", "--json"], env=environment, capture_output=True, text=True, check=True
+    )
+    plan = json.loads(shown.stdout)
+    with (state / "up.log").open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    up = Up(process, f"http://127.0.0.1:{port}", state, plan)
+    for role in ("prefill", "decode"):
+        setattr(up, role, [e["url"] for e in plan["engines"] if e["role"] == role])
+    try:
+        wait_ready(up)
+    except BaseException:
+        stop_up(up)
+        raise
+    return up
+
+
+def wait_ready(up: Up) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if up.process.poll() is not None:
+            pytest.fail(f"tandem up ended with {up.process.returncode}:\n{(up.state / 'up.log').read_text()}")
+        try:
+            if httpx.get(f"{up.url}/ready", timeout=5, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.25)
+    pytest.fail(f"tandem up was not ready in time:\n{(up.state / 'up.log').read_text()}")
+
+
+def stop_up(up: Up, number: int = signal.SIGTERM) -> int:
+    """Stop `tandem up`; returns its exit code."""
+    if up.process.poll() is None:
+        up.process.send_signal(number)
+    return up.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One prefiller and one decoder with SmolLM2-135M behind a router with a threshold of 1,024 tokens."""
+    up = start_up(tmp_path_factory.mktemp("smollm2"))
+    yield up
+    assert stop_up(up) == 0
+
+
+@pytest.fixture(scope="session")
+def counter(smollm2: Up) -> PromptCounter:
+    return load(Path(smollm2.plan["model"]))
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    """Gives connections up before vLLM does."""
+    limits = httpx.Limits(keepalive_expiry=2.0)
+    async with httpx.AsyncClient(timeout=180.0, limits=limits, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def always(smollm2: Up) -> AsyncIterator[str]:
+    """The URL of a second router before the same engines, which disaggregates every prompt."""
+    config = RouterConfig(
+        port=0,
+        prefill=tuple(smollm2.prefill),
+        decode=tuple(smollm2.decode),
+        routing_threshold=0,
+        model_path=smollm2.plan["model"],
+        explain=True,
+        drain_timeout=5.0,
+    )
+    async with running(config, load(Path(smollm2.plan["model"]))) as (server, _):
+        url = f"http://127.0.0.1:{server.port}"
+        async with httpx.AsyncClient(trust_env=False) as client:
+            while (await client.get(f"{url}/ready")).status_code != 200:
+                pass
+        yield url

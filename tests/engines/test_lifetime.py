@@ -1,0 +1,149 @@
+"""What a local endpoint leaves behind, however it ends; several engines of a role. Tiny random models."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import yaml
+
+from tandem.prompt import load
+
+from .answers import fresh_prompt, greedy, judge
+from .conftest import Up, start_up, stop_up
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tiny(smollm2: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer model with SmolLM2's tokenizer; its weights are made up by `--load-format dummy`."""
+    source, folder = Path(smollm2.plan["model"]), tmp_path_factory.mktemp("tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(source / name, folder)
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
+    """An endpoint whose model lies on a kubernetesVolume with a hostPath, as one on a node's disk does."""
+    resource = {
+        "apiVersion": "inference.sagemaker.aws.amazon.com/v1",
+        "kind": "InferenceEndpointConfig",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "modelName": "tiny",
+            "modelSourceConfig": {"modelSourceType": "kubernetesVolume"},
+            "kubernetes": {"volumes": [{"name": "weights", "hostPath": {"path": str(model)}}]},
+            "pdSpec": {
+                "routingThreshold": 100,
+                "prefillSpec": {"replicas": prefill},
+                "decodingSpec": {"replicas": decode},
+            },
+            "worker": {
+                "image": "vllm",
+                "args": [
+                    *("--model", "/opt/ml/model", "--served-model-name", "smollm2"),
+                    *("--load-format", "dummy", "--max-model-len", "4096"),
+                    *("--kv-cache-memory-bytes", "67108864"),
+                ],
+                "modelInvocationPort": {"containerPort": 8000},
+                "modelVolumeMount": {"name": "weights"},
+                "resources": {},
+            },
+        },
+    }
+    file = folder / "endpoint.yaml"
+    file.write_text(yaml.safe_dump(resource))
+    return file
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_however_the_endpoint_ends(
+    tiny: Path, tmp_path: Path, ending: signal.Signals
+) -> None:
+    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
+    processes = group_of(up)
+    assert len(processes) >= 5  # tandem, the router, and two processes an engine
+    shared = shared_memory()
+    code = stop_up(up, ending)
+    assert code == (-9 if ending is signal.SIGKILL else 0)
+    deadline = time.monotonic() + 30
+    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    for url in [up.url, *up.prefill, *up.decode]:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", urlsplit(url).port))
+    assert shared_memory() <= shared
+
+
+def test_a_dead_engine_is_told_with_its_cause(tiny: Path, tmp_path: Path) -> None:
+    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
+    engine = next(p for p in group_of(up) if f"--port {urlsplit(up.prefill[0]).port}" in command(p))
+    os.kill(engine, signal.SIGKILL)
+    assert up.process.wait(60) != 0
+    said = (tmp_path / "up.log").read_text()
+    assert "prefill-0 was killed by SIGKILL" in said
+    assert "prefill-0.log" in said
+
+
+async def test_two_prefillers_and_two_decoders_share_the_work(
+    tiny: Path, tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=2, decode=2)))
+    try:
+        counter = load(tiny)
+        used = set()
+        for _ in range(8):
+            prompt = fresh_prompt(counter, 600)
+            answer = await greedy(client, up.url, prompt, max_tokens=16)
+            prefiller, decoder = answer.headers["x-tandem-prefill-url"], answer.headers["x-tandem-decode-url"]
+            used |= {prefiller, decoder}
+            reference = await greedy(client, decoder, prompt, max_tokens=16, cache_salt="alone")
+            assert judge(answer, reference, f"{prefiller} to {decoder}").acceptable
+        assert used == {*up.prefill, *up.decode}
+    finally:
+        assert stop_up(up) == 0
+
+
+def group_of(up: Up) -> list[int]:
+    """`tandem up` and everything below it."""
+    found = [up.process.pid]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def shared_memory() -> set[str]:
+    return {p.name for p in Path("/dev/shm").iterdir()}

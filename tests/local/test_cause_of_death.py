@@ -1,0 +1,109 @@
+"""The line of an engine's log that a person is shown: what went wrong, not where it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.local.process import cause_of_death
+
+CORE_FAILS = """\
+(APIServer pid=11) INFO 11-29 18:12:01 [api_server.py:520] vLLM API server version 0.32.0
+(EngineCore pid=17) INFO 11-29 18:12:09 [core.py:94] Initializing a V1 LLM engine with config: model='m'
+(EngineCore pid=17) ERROR 11-29 18:12:13 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=17) ERROR 11-29 18:12:13 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=17) ERROR 11-29 18:12:13 [core.py:1510]   File "vllm/v1/engine/core.py", line 1482, in run
+(EngineCore pid=17) ERROR 11-29 18:12:13 [core.py:1510]     raise ValueError(
+(EngineCore pid=17) ERROR 11-29 18:12:13 [core.py:1510] ValueError: Available memory on node 0 (2.1/14 GiB) \
+is less than requested memory for kv (4.0 GiB).
+(EngineCore pid=17) Process EngineCore:
+"""
+SERVER_FOLLOWS = """\
+(APIServer pid=11) Traceback (most recent call last):
+(APIServer pid=11)   File "vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup
+(APIServer pid=11)     raise RuntimeError(
+(APIServer pid=11) RuntimeError: Engine core initialization failed. See root cause above. \
+Failed core proc(s): {}
+/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear \
+to be 1 leaked shared_memory objects to clean up at shutdown
+  warnings.warn('resource_tracker: There appear to be %d '
+"""
+NO_MEMORY = (
+    "ValueError: Available memory on node 0 (2.1/14 GiB) is less than requested memory for kv (4.0 GiB)."
+)
+BAD_LENGTH = """\
+Traceback (most recent call last):
+  File "vllm/engine/arg_utils.py", line 1955, in create_model_config
+    return ModelConfig(
+           ^^^^^^^^^^^^
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, User-specified max_model_len (9999999) is greater than the derived max_model_len (8192).
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+BAD_FLAG = """\
+                     [--enable-log-requests | --no-enable-log-requests]
+                     [model_tag]
+api_server.py: error: unrecognized arguments: --foo
+"""
+DIED_AT_WORK = """\
+(EngineCore pid=17) ERROR 11-29 18:31:39 [core.py:1502] EngineCore encountered a fatal error.
+(EngineCore pid=17) ERROR 11-29 18:31:39 [core.py:1502] Traceback (most recent call last):
+(EngineCore pid=17) ERROR 11-29 18:31:39 [core.py:1502] torch.OutOfMemoryError: Tried to allocate 2.00 GiB.
+(APIServer pid=11) ERROR 11-29 18:31:39 [async_llm.py:906] AsyncLLM output_handler failed.
+(APIServer pid=11) ERROR 11-29 18:31:39 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: \
+EngineCore encountered an issue. See stack trace (above) for the root cause.
+(APIServer pid=11) INFO 11-29 18:31:39 [launcher.py:279] [shutdown] API server: engine client stopped
+INFO:     Application shutdown complete.
+"""
+PORT_TAKEN = """\
+2026-01-05 10:00:00,123 [INFO] mode: 1 prefill, 1 decode
+Traceback (most recent call last):
+  File "app.py", line 3, in run
+OSError: [Errno 98] error while attempting to bind on address ('127.0.0.1', 8000): address already in use
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("Traceback (most recent call last):\n  File \"x.py\", line 1\nKeyError: 'a'\n", "KeyError: 'a'"),
+        (CORE_FAILS, NO_MEMORY),
+        (CORE_FAILS + SERVER_FOLLOWS, NO_MEMORY),
+        (
+            BAD_LENGTH,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig: Value error, "
+            "User-specified max_model_len (9999999) is greater than the derived max_model_len (8192).",
+        ),
+        (BAD_FLAG, "api_server.py: error: unrecognized arguments: --foo"),
+        (DIED_AT_WORK, "torch.OutOfMemoryError: Tried to allocate 2.00 GiB."),
+        (
+            PORT_TAKEN,
+            "OSError: [Errno 98] error while attempting to bind on address ('127.0.0.1', 8000): "
+            "address already in use",
+        ),
+        ("loading\nKilled\n", "Killed"),
+        ("WARNING 11-29 [x.py:1] OSError: [Errno 24] may come\nINFO 11-29 [x.py:1] ERROR: 0\nbye\n", "bye"),
+        ("(APIServer pid=1) OSError: x. See root cause above.\n", "OSError: x. See root cause above."),
+        (
+            "(APIServer pid=1) ERROR 11-29 18:32:10 [executor.py:315] Worker proc 0 died unexpectedly.\n",
+            "Worker proc 0 died unexpectedly.",
+        ),
+        ("\n \n", "it wrote nothing"),
+        ("ValueError: " + "x" * 1000, ("ValueError: " + "x" * 1000)[:500]),
+    ],
+)  # fmt: skip
+def test_the_cause_is_found(tmp_path: Path, log: str, cause: str) -> None:
+    file = tmp_path / "decode-0.log"
+    file.write_text(log)
+    assert cause_of_death(file) == cause
+
+
+def test_a_log_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:
+    assert cause_of_death(tmp_path / "none.log") == "it wrote nothing"
+
+
+def test_only_the_end_of_a_long_log_is_read_and_broken_text_does_no_harm(tmp_path: Path) -> None:
+    file = tmp_path / "decode-0.log"
+    file.write_bytes(b"ValueError: an old one\n" + b"\xff\n" * 100_000 + b"OSError: the last\n")
+    assert cause_of_death(file) == "OSError: the last"

@@ -1,0 +1,237 @@
+"""An endpoint's processes: started together, ready together, stopped together, whatever happens.
+
+The processes are small Python programs in the places of engines and router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from tandem.api import Role
+from tandem.config import RouterConfig
+from tandem.engine import EngineLaunch
+from tandem.local import endpoint as endpoint_module
+from tandem.local.endpoint import RunningEndpoint, running
+from tandem.local.errors import LocalError
+from tandem.local.plan import LocalPlan
+from tandem.local.ports import engine_ports
+
+from .processes import gone
+
+# Answers /ready with 503 until the file named by its argument is there.
+ROUTER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = self.path == "/ready" and Path(sys.argv[1]).exists()
+        why = None if ready else "no canary has gone through yet"
+        body = json.dumps({"ready": ready, "reason": why, "unproved": []}).encode()
+        self.send_response(200 if ready else 503)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(sys.argv[2])), Answer).serve_forever()
+"""
+ENGINE = """
+import signal
+print("INFO [core.py:1] Initializing a V1 LLM engine", flush=True)
+print("INFO:     Application startup complete.", flush=True)
+signal.pause()
+"""
+DIES = "import sys; sys.exit('ValueError: no room for the KV cache')"
+
+
+def engine(name: str, code: str) -> EngineLaunch:
+    return EngineLaunch(
+        name=name,
+        role=Role.DECODE,
+        argv=(sys.executable, "-c", code),
+        env={},
+        not_inherited=(),
+        cpus=(),
+        gpus=(),
+        port=1,
+        side_channel_port=2,
+        host="127.0.0.1",
+    )
+
+
+class Box:
+    """Makes plans, and notes which processes they start and what is told of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.logs = folder / "logs"
+        self.go = folder / "go"
+        self.told: list[dict[str, str]] = []
+        self.react: Callable[[dict[str, str]], None] = lambda doing: None
+        self.pids: list[int] = []
+
+    def _tell(self, doing: dict[str, str]) -> None:
+        self.told.append(doing)
+        self.react(doing)
+
+    def running(
+        self, *engines: str, router: str = ROUTER, timeout: float = 60.0
+    ) -> AbstractAsyncContextManager[RunningEndpoint]:
+        port = engine_ports(1, "127.0.0.1")[0].http
+        plan = LocalPlan(
+            name="e",
+            engines=tuple(engine(f"decode-{i}", code) for i, code in enumerate(engines)),
+            router=RouterConfig(port=port, decode=("http://127.0.0.1:1",)),
+            router_argv=(sys.executable, "-c", router, str(self.go), str(port)),
+            model=Path("/m"),
+            served_name="m",
+            notes=(),
+            unused_fields=(),
+            logs=self.logs,
+        )
+        return running(plan, on_progress=self._tell, ready_timeout=timeout)
+
+    def all_gone(self) -> bool:
+        return bool(self.pids) and all(map(gone, self.pids))
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    box = Box(tmp_path)
+    start = endpoint_module.Process.start
+
+    async def noted(spec: endpoint_module.ProcessSpec, log: Path) -> endpoint_module.Process:
+        process = await start(spec, log)
+        box.pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(endpoint_module.Process, "start", noted)
+    monkeypatch.setattr(endpoint_module, "_POLL_SECONDS", 0.01)
+    return box
+
+
+async def test_the_block_runs_once_the_router_is_ready_and_all_stops_after_it(box: Box) -> None:
+    all_wait = {
+        "decode-0": "answering",
+        "decode-1": "answering",
+        "router": "no canary has gone through yet",
+    }
+    box.react = lambda doing: box.go.touch() if doing == all_wait else None
+    async with box.running(ENGINE, ENGINE) as endpoint:
+        assert all_wait in box.told
+        assert box.told[-1] == {**all_wait, "router": "ready"}
+        assert [p.spec.name for p in endpoint.processes] == ["decode-0", "decode-1", "router"]
+        assert all(p.running for p in endpoint.processes)
+        assert sorted(p.name for p in box.logs.iterdir()) == ["decode-0.log", "decode-1.log", "router.log"]
+    assert box.all_gone()
+
+
+async def test_progress_is_told_when_it_changes_and_not_otherwise(box: Box) -> None:
+    box.go.touch()
+    async with box.running(ENGINE):
+        pass
+    assert all(a != b for a, b in zip(box.told, box.told[1:], strict=False))
+
+
+async def test_an_engine_that_dies_while_starting_ends_it_with_the_cause(box: Box) -> None:
+    with pytest.raises(LocalError) as error:
+        async with box.running(ENGINE, DIES):
+            pytest.fail("the block must not run")
+    assert str(error.value) == (
+        "decode-1 ended with exit code 1: ValueError: no room for the KV cache\n"
+        f"Its log: {box.logs / 'decode-1.log'}"
+    )
+    assert len(box.pids) == 3
+    assert box.all_gone()
+
+
+async def test_a_router_that_dies_while_starting_ends_it_with_the_cause(box: Box) -> None:
+    with pytest.raises(LocalError, match="router ended with exit code 1: ValueError: no room"):
+        async with box.running(ENGINE, router=DIES):
+            pytest.fail("the block must not run")
+    assert box.all_gone()
+
+
+async def test_one_that_is_never_ready_is_given_up_with_where_to_look(box: Box) -> None:
+    with pytest.raises(LocalError) as error:
+        async with box.running(ENGINE, timeout=0.2):
+            pytest.fail("the block must not run")
+    assert str(error.value) == f"The endpoint was not ready after 0.2 s; see the logs in {box.logs}."
+    assert box.all_gone()
+
+
+async def test_a_process_that_cannot_be_started_stops_the_others(box: Box) -> None:
+    box.logs.mkdir()
+    (box.logs / "router.log").mkdir()
+    with pytest.raises(LocalError, match="Cannot start router: "):
+        async with box.running(ENGINE):
+            pytest.fail("the block must not run")
+    assert len(box.pids) == 1
+    assert box.all_gone()
+
+
+async def test_a_death_at_work_ends_the_wait_for_it(box: Box) -> None:
+    box.go.touch()
+    async with box.running(ENGINE, ENGINE) as endpoint:
+        wait = asyncio.create_task(endpoint.died())
+        await endpoint.processes[1].stop()
+        with pytest.raises(LocalError, match=r"decode-1 was killed by SIGTERM"):
+            await wait
+    assert box.all_gone()
+
+
+async def test_work_ends_by_itself_or_with_the_first_death(box: Box) -> None:
+    box.go.touch()
+    ran: list[str] = []
+
+    async def work() -> None:
+        ran.append("work")
+
+    async def wrong() -> None:
+        raise KeyError("wrong")
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ran.append("cancelled")
+
+    async with box.running(ENGINE) as endpoint:
+        await endpoint.while_alive(work())
+        with pytest.raises(KeyError, match="wrong"):
+            await endpoint.while_alive(wrong())
+        with pytest.raises(TimeoutError):
+            await endpoint.while_alive(for_ever(), within=0.01)
+        task = asyncio.create_task(endpoint.while_alive(for_ever()))
+        await endpoint.processes[0].stop()
+        with pytest.raises(LocalError, match="decode-0"):
+            await task
+    assert ran == ["work", "cancelled", "cancelled"]
+
+
+async def test_an_error_in_the_block_or_a_cancel_stops_all(box: Box) -> None:
+    box.go.touch()
+    with pytest.raises(KeyError):
+        async with box.running(ENGINE):
+            raise KeyError
+    assert box.all_gone()
+
+    async def up() -> None:
+        async with box.running(ENGINE):
+            entered.set()
+            await asyncio.Event().wait()
+
+    entered = asyncio.Event()
+    task = asyncio.create_task(up())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(box.pids) == 4
+    assert box.all_gone()

@@ -1,0 +1,257 @@
+"""What one machine would start for an endpoint, and that each field of a manifest means what is told."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.api import parse_endpoint
+from tandem.config import add_router_arguments, router_config
+from tandem.engine import EngineError, EnginePorts, Machine
+from tandem.local import paths, plan
+from tandem.local.builtin import MODEL_ID
+from tandem.local.errors import LocalError
+from tandem.local.plan import LocalPlan, make_plan, read_endpoint
+
+from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
+from .test_fields import ACTED_ON
+
+
+@pytest.fixture(autouse=True)
+def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ports are free, whatever else runs on this machine."""
+
+    def engine_ports(count: int, host: str, *, but: Any) -> list[EnginePorts]:
+        return [EnginePorts(http=8100 + i, side_channel=5600 + i) for i in range(count)]
+
+    monkeypatch.setattr(plan, "require_free", lambda port, host: None)
+    monkeypatch.setattr(plan, "engine_ports", engine_ports)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def planned(raw: dict[str, Any] | str, machine: Machine, **options: Any) -> LocalPlan:
+    text = raw if isinstance(raw, str) else yaml.safe_dump(raw, sort_keys=False)
+    endpoint, document = parse_endpoint(text, source="endpoint.yaml")
+    return make_plan(endpoint, document, machine, "/venv/bin/python", **options)
+
+
+def test_every_engine_and_the_router_are_started(model: Path, machine: Machine) -> None:
+    made = planned(S3, machine, model=model, port=9000)
+    assert [p.name for p in made.processes] == ["prefill-0", "prefill-1", "decode-0", "router"]
+    assert made.url == "http://127.0.0.1:9000"
+    assert made.processes[0].cpus == made.engines[0].cpus != ()
+    assert made.processes[-1].env is None
+    assert list(made.router_argv[:4]) == ["/venv/bin/python", "-m", "tandem", "router"]
+
+
+def test_the_routers_command_line_says_what_was_planned(model: Path, machine: Machine) -> None:
+    made = planned(S3, machine, model=model)
+    parser = argparse.ArgumentParser()
+    add_router_arguments(parser)
+    config = router_config(parser.parse_args(list(made.router_argv[4:])))
+    assert config == made.router
+    assert config.prefill == ("http://127.0.0.1:8100", "http://127.0.0.1:8101")
+    assert config.decode == ("http://127.0.0.1:8102",)
+    assert config.routing_threshold == 4096
+    assert config.model_path == str(model)
+    assert config.explain
+
+
+def test_the_curl_line_is_one_shell_command_for_this_model(model: Path, machine: Machine) -> None:
+    words = shlex.split(planned(HUGGING_FACE, machine, model=model).curl())
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "llama-3-3-70b"
+
+
+def test_an_ipv6_host_is_bracketed_in_the_url(model: Path, machine: Machine) -> None:
+    assert planned(NVME, machine, model=model, host="::1").url == "http://[::1]:8000"
+
+
+def test_the_plan_as_data_is_json(model: Path, machine: Machine) -> None:
+    made = planned(S3, machine, model=model)
+    data = json.loads(json.dumps(made.as_dict()))
+    assert [(e["name"], e["role"], e["url"]) for e in data["engines"]] == [
+        ("prefill-0", "prefill", "http://127.0.0.1:8100"),
+        ("prefill-1", "prefill", "http://127.0.0.1:8101"),
+        ("decode-0", "decode", "http://127.0.0.1:8102"),
+    ]
+    assert data["router"]["argv"] == list(made.router_argv)
+    assert "spec.loadBalancer" in data["unusedFields"]
+    assert data["model"] == str(model)
+
+
+def test_a_colocated_endpoint_is_refused_by_the_field(model: Path, machine: Machine) -> None:
+    with pytest.raises(LocalError, match=r"^spec\.pdSpec is missing"):
+        planned(COLOCATED, machine, model=model)
+
+
+def test_a_strategy_that_is_not_there_is_noted_where_it_would_matter(model: Path, machine: Machine) -> None:
+    note = "spec.intelligentRoutingSpec.routingStrategy: prefixaware is not there yet; roundrobin is used"
+    two = planned(S3, machine, model=model)
+    assert note in two.notes
+    assert two.router.routing_strategy == "roundrobin"
+    assert note not in planned(S3.replace("replicas: 2", "replicas: 1"), machine, model=model).notes
+    assert note not in planned(S3.replace("prefixaware", "roundrobin"), machine, model=model).notes
+
+
+def test_the_engines_template_settings_reach_the_router(model: Path, machine: Machine) -> None:
+    raw = yaml.safe_load(NVME)
+    raw["spec"]["worker"]["args"] = [
+        f"--tokenizer={model}",
+        "--chat-template",
+        "/t.jinja",
+        "--default-chat-template-kwargs",
+        '{"a": 1}',
+        "--max-model-len=4k",
+    ]
+    router = planned(raw, machine, model=model).router
+    assert (router.tokenizer, router.chat_template) == (str(model), "/t.jinja")
+    assert (router.default_chat_template_kwargs, router.max_model_len) == ('{"a": 1}', 4000)
+
+
+def test_a_tokenizer_that_lies_elsewhere_is_not_looked_for(model: Path, machine: Machine) -> None:
+    raw = yaml.safe_load(NVME)
+    raw["spec"]["worker"]["args"] = ["--tokenizer", "org/tokenizer"]
+    assert planned(raw, machine, model=model).router.tokenizer is None
+
+
+def test_the_builtin_model_is_prepared_with_a_word(
+    model: Path, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, str]] = []
+    told: list[str] = []
+
+    def builtin_model(cache: Path, python: str) -> Path:
+        assert told == ["converting"]
+        asked.append((cache, python))
+        return model
+
+    monkeypatch.setattr(plan, "builtin_model", builtin_model)
+    endpoint, raw = read_endpoint(None)
+    made = make_plan(endpoint, raw, machine, "python", on_convert=lambda: told.append("converting"))
+    assert asked == [(home / "models", machine.python)]
+    assert made.model == model
+    assert endpoint.spec.model_source_config.hugging_face_model["modelId"] == MODEL_ID
+
+
+def test_the_builtin_endpoint_is_the_example_and_uses_all_it_says() -> None:
+    example = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+    endpoint, raw = read_endpoint(None)
+    assert read_endpoint(example) == (endpoint, raw)
+    assert endpoint.spec.pd_spec is not None
+    assert endpoint.spec.pd_spec.routing_threshold == 1024
+
+
+# A manifest in which every field that is acted on has a value, and for each field another value.
+FULL = yaml.safe_load(NVME)
+FULL["spec"]["kubernetes"]["volumes"].insert(0, {"name": "other", "hostPath": {"path": "/other"}})
+FULL["spec"]["worker"]["args"] = ["--seed", "1"]
+FULL["spec"]["intelligentRoutingSpec"] = {"enabled": True, "routingStrategy": "roundrobin"}
+CHANGES: dict[str, Any] = {
+    "spec.modelName": "other",
+    "spec.modelSourceConfig.modelSourceType": "s3",
+    "spec.kubernetes.volumes[1]": {"name": "model-weights", "hostPath": {"path": "/nowhere"}},
+    "spec.intelligentRoutingSpec.routingStrategy": "kvaware",
+    "spec.pdSpec.routingThreshold": 7,
+    "spec.pdSpec.prefillSpec.replicas": 2,
+    "spec.pdSpec.prefillSpec.args": ["--max-num-seqs", "3"],
+    "spec.pdSpec.decodingSpec.replicas": 2,
+    "spec.pdSpec.decodingSpec.args": ["--max-num-seqs", "3"],
+    "spec.worker.args": ["--seed", "2"],
+    "spec.worker.command": ["vllm", "serve", "--max-num-seqs", "3"],
+    "spec.worker.environmentVariables": [{"name": "A", "value": "1"}],
+    "spec.worker.modelVolumeMount": {"name": "other"},
+}
+
+
+def with_value(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(raw)
+    place: Any = changed
+    *above, last = path.replace("[1]", ".1").split(".")
+    for part in above:
+        place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+    place[int(last) if isinstance(place, list) else last] = value
+    return changed
+
+
+def outcome(raw: dict[str, Any], machine: Machine) -> Any:
+    """The plan, or the refusal, without the list of what has no meaning."""
+    try:
+        return {**planned(raw, machine).as_dict(), "unusedFields": None}
+    except (LocalError, EngineError) as error:
+        return str(error)
+
+
+@pytest.fixture
+def full(model: Path) -> dict[str, Any]:
+    raw = with_value(
+        FULL, "spec.kubernetes.volumes[1]", {"name": "model-weights", "hostPath": {"path": str(model)}}
+    )
+    raw["spec"]["pdSpec"]["prefillSpec"]["replicas"] = 1
+    return raw
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_what_is_acted_on_changes_the_plan(full: dict[str, Any], machine: Machine, path: str) -> None:
+    if path == "spec.intelligentRoutingSpec.routingStrategy":
+        full["spec"]["pdSpec"]["prefillSpec"]["replicas"] = 2  # with one prefiller there is nothing to choose
+    before = outcome(full, machine)
+    assert isinstance(before, dict)
+    assert outcome(with_value(full, path, CHANGES[path]), machine) != before
+
+
+def test_what_is_told_to_be_acted_on_is_what_is_tried_here() -> None:
+    names_only = {"apiVersion", "kind", "metadata", "spec.intelligentRoutingSpec.enabled"}
+    by_builtin_model = {"spec.modelSourceConfig.huggingFaceModel.modelId"}
+    assert CHANGES.keys() | names_only | by_builtin_model == ACTED_ON
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.instanceType", "ml.p5.48xlarge"),
+        ("spec.invocationEndpoint", "invocations"),
+        ("spec.loadBalancer", {"healthCheckPath": "/x"}),
+        ("spec.kvCacheSpec", {"enableL1Cache": True}),
+        ("spec.kubernetes.schedulerName", "other"),
+        ("spec.pdSpec.topologySpec", {"sameAZ": False}),
+        ("spec.pdSpec.prefillSpec.nodeSelector", {"a": "b"}),
+        ("spec.pdSpec.decodingSpec.resources", {"limits": {"nvidia.com/gpu": "1"}}),
+        ("spec.worker.workingDir", "/tmp"),
+        ("spec.worker.probes", {"livenessProbe": {"periodSeconds": 5}}),
+    ],
+)
+def test_what_is_listed_changes_nothing(
+    full: dict[str, Any], machine: Machine, path: str, value: Any
+) -> None:
+    changed = with_value(full, path, value)
+    assert outcome(changed, machine) == outcome(full, machine)
+    assert path in planned(changed, machine).unused_fields
+
+
+def test_things_are_kept_where_xdg_says_or_all_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_HOME", "/t")
+    assert (paths.model_cache(), paths.state("e")) == (Path("/t/models"), Path("/t/e"))
+    monkeypatch.delenv("TANDEM_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    monkeypatch.setenv("XDG_STATE_HOME", "/s")
+    assert (paths.model_cache(), paths.state("e")) == (Path("/c/tandem/models"), Path("/s/tandem/e"))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert paths.model_cache() == Path("/h/.cache/tandem/models")
+    assert paths.state("e") == Path("/h/.local/state/tandem/e")

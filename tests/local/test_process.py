@@ -1,0 +1,198 @@
+"""Child processes, real ones: pinned, logged, ended with all they started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.local.errors import LocalError
+from tandem.local.process import Process, ProcessSpec
+from tandem.local.reaper import end_groups, reaper
+
+from .processes import eventually, gone, program, written
+
+Start = Callable[[ProcessSpec], Awaitable[Process]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Start a process with its log in a folder that is not there yet."""
+    started: list[Process] = []
+
+    async def start_one(spec: ProcessSpec) -> Process:
+        process = await Process.start(spec, tmp_path / "logs" / f"{spec.name}.log")
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        await process.stop(patience=0)
+
+
+async def death(process: Process) -> str:
+    with pytest.raises(LocalError) as error:
+        await process.died()
+    return str(error.value)
+
+
+async def test_both_outputs_go_to_the_log(start: Start) -> None:
+    process = await start(program("p", "import sys; print('out', flush=True); print('err', file=sys.stderr)"))
+    await death(process)
+    assert process.log.read_text() == "out\nerr\n"
+
+
+async def test_a_log_starts_anew_with_its_process(start: Start) -> None:
+    for text in ("first", "second"):
+        process = await start(program("p", f"print({text!r})"))
+        await death(process)
+    assert process.log.read_text() == "second\n"
+
+
+async def test_it_is_pinned_to_its_cpus(start: Start) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    process = await start(program("p", "import os; print(os.sched_getaffinity(0))", cpus=[cpu]))
+    await death(process)
+    assert process.log.read_text() == f"{{{cpu}}}\n"
+
+
+async def test_its_environment_is_the_given_one_and_nothing_else(start: Start) -> None:
+    process = await start(program("p", "import os; print(dict(os.environ))", env={"A": "1", "LC_ALL": "C"}))
+    await death(process)
+    assert process.log.read_text() == "{'A': '1', 'LC_ALL': 'C'}\n"
+
+
+async def test_a_death_tells_who_how_why_and_where_to_read_more(start: Start) -> None:
+    process = await start(program("decode-0", "raise ValueError('no room for the KV cache')"))
+    assert await death(process) == (
+        f"decode-0 ended with exit code 1: ValueError: no room for the KV cache\nIts log: {process.log}"
+    )
+    assert not process.running
+
+
+async def test_a_death_by_a_signal_is_told_by_its_name(start: Start) -> None:
+    process = await start(program("p", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    assert (await death(process)).startswith("p was killed by SIGKILL: it wrote nothing\n")
+
+
+async def test_a_program_that_is_not_there_is_told_by_name(start: Start) -> None:
+    process = await start(ProcessSpec("p", ("/no/such/python", "-m", "vllm")))
+    assert "error: cannot run /no/such/python: No such file or directory" in await death(process)
+
+
+SLEEPER = "import signal; print('up', flush=True); signal.pause()"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER
+
+
+async def test_stopping_asks_first(start: Start) -> None:
+    code = """
+import signal, sys, time
+def tidy(*_):
+    print("tidied up", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, tidy)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+    process = await start(program("p", code))
+    await written(process.log)
+    await process.stop()
+    assert process.log.read_text() == "up\ntidied up\n"
+    assert not process.running
+
+
+async def test_one_that_does_not_listen_is_killed(start: Start) -> None:
+    process = await start(program("p", STUBBORN))
+    await written(process.log)
+    await process.stop(patience=0.05)
+    assert gone(process.pid)
+
+
+@pytest.mark.parametrize("own_end", [True, False], ids=["after its own end", "running"])
+async def test_what_it_started_ends_with_it(start: Start, own_end: bool) -> None:
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+{"" if own_end else "child.wait()"}
+"""
+    process = await start(program("p", code))
+    child = int(await written(process.log))
+    if own_end:
+        await eventually(lambda: not process.running)
+    assert not gone(child)
+    await process.stop()
+    await eventually(lambda: gone(child))
+
+
+async def test_stopping_twice_or_after_the_end_is_nothing(start: Start) -> None:
+    process = await start(program("p", ""))
+    await death(process)
+    await process.stop()
+    await process.stop()
+
+
+PARENT = f"""
+import asyncio, sys
+from pathlib import Path
+from tandem.local.process import Process, ProcessSpec
+from tandem.local.reaper import reaper
+
+async def main():
+    spec = ProcessSpec("p", (sys.executable, "-c", {SLEEPER!r}))
+    async with reaper() as guard:
+        process = await Process.start(spec, Path(sys.argv[1]))
+        guard.started(process.pid)
+        print(process.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(log), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    await written(log)
+    assert not gone(child)
+    parent.kill()
+    await parent.wait()
+    await eventually(lambda: gone(child))
+
+
+async def test_the_reaper_ends_what_is_listed_and_nothing_else(start: Start) -> None:
+    listed, ended = await start(program("p", SLEEPER)), await start(program("q", SLEEPER))
+    async with reaper() as guard:
+        for process in (listed, ended):
+            guard.started(process.pid)
+        guard.ended(ended.pid)
+    await eventually(lambda: gone(listed.pid))
+    assert not gone(ended.pid)
+
+
+async def test_the_reaper_kills_what_ignores_sigterm(start: Start) -> None:
+    process = await start(program("p", STUBBORN))
+    await written(process.log)
+    await asyncio.to_thread(end_groups, [process.pid], 0.2)
+    await eventually(lambda: gone(process.pid))
+
+
+async def test_being_interrupted_does_not_reach_it(start: Start) -> None:
+    """Ctrl-C goes to the terminal's group; children end when they are told to, in order."""
+    process = await start(program("p", SLEEPER))
+    await written(process.log)
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    os.kill(process.pid, signal.SIGTERM)
+    with pytest.raises(LocalError, match="killed by SIGTERM"):
+        await asyncio.wait_for(process.died(), 60)

@@ -1,0 +1,108 @@
+"""Which headers cross the router, and how requests are named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.http import Headers, Request
+from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
+
+
+def request(*headers: tuple[bytes, bytes]) -> Request:
+    return Request(
+        method="POST",
+        target=b"/v1/completions",
+        path="/v1/completions",
+        query=b"",
+        headers=list(headers),
+        body=b"{}",
+        http_version="1.1",
+        client="127.0.0.1",
+    )
+
+
+@pytest.mark.parametrize("given_id", [b"a", b"req-1.2:3_X", b"x" * 128])
+def test_a_clients_usable_id_is_kept(given_id: bytes) -> None:
+    assert request_id(request((b"x-request-id", given_id))) == given_id.decode()
+
+
+@pytest.mark.parametrize("given_id", [b"", b"x" * 129, b"a b", b"a\nb", b"\xc3\xa9", b"a/../b", b"a,b"])
+def test_an_id_that_is_none_is_replaced_by_a_fresh_one(given_id: bytes) -> None:
+    fresh = {request_id(request((b"x-request-id", given_id))) for _ in range(2)}
+    assert len(fresh) == 2
+    assert all(re.fullmatch(r"[0-9a-f]{32}", f) for f in fresh)
+
+
+def test_two_ids_are_none() -> None:
+    assert request_id(request((b"x-request-id", b"a"), (b"x-request-id", b"b"))) not in ("a", "b")
+    assert request_id(request()) != request_id(request())
+
+
+def test_engines_never_see_the_same_id_twice() -> None:
+    """KV is keyed by it."""
+    seen = {engine_request_id("r") for _ in range(100)}
+    assert len(seen) == 100
+    assert all(re.fullmatch(r"r-[0-9a-f]{16}", s) for s in seen)
+
+
+def test_end_to_end_headers_reach_the_engine_with_the_legs_own_id() -> None:
+    sent = request(
+        (b"host", b"router"),
+        (b"authorization", b"Bearer abc"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"x-custom", b"1"),
+        (b"x-custom", b"2"),
+        (b"content-type", b"text/plain"),
+        (b"content-length", b"2"),
+        (b"accept-encoding", b"gzip"),
+        (b"expect", b"100-continue"),
+        (b"x-request-id", b"mine"),
+        (b"x-tandem-explain", b"1"),
+        (b"x-tandem-anything", b"1"),
+        (b"connection", b"close, x-hop"),
+        (b"x-hop", b"1"),
+        (b"transfer-encoding", b"chunked"),
+        (b"proxy-authorization", b"secret"),
+    )
+    assert to_engine(sent, "mine-7") == [
+        (b"authorization", b"Bearer abc"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"x-custom", b"1"),
+        (b"x-custom", b"2"),
+        (b"content-type", b"application/json"),
+        (b"x-request-id", b"mine-7"),
+    ]
+
+
+def test_an_answer_carries_the_clients_id_and_not_the_engines_own_business() -> None:
+    headers: Headers = [
+        (b"content-type", b"text/event-stream"),
+        (b"date", b"now"),
+        (b"server", b"uvicorn"),
+        (b"content-length", b"9"),
+        (b"transfer-encoding", b"chunked"),
+        (b"connection", b"keep-alive"),
+        (b"x-request-id", b"mine-7"),
+        (b"x-other", b"1"),
+    ]
+    assert to_client(headers, "mine") == [
+        (b"content-type", b"text/event-stream"),
+        (b"x-other", b"1"),
+        (b"x-request-id", b"mine"),
+    ]
+
+
+NAMES = st.sampled_from([b"host", b"x-a", b"x-tandem-x", b"x-request-id", b"content-length", b"te", b"x-b"])
+
+
+@given(st.lists(st.tuples(NAMES, st.just(b"v"))))
+def test_each_leg_has_one_id_and_one_type_and_no_framing(headers: Headers) -> None:
+    sent = to_engine(request(*headers), "id")
+    names = [name for name, _ in sent]
+    assert names.count(b"x-request-id") == names.count(b"content-type") == 1
+    assert set(names) <= {b"x-a", b"x-b", b"x-request-id", b"content-type"}
+    assert names.count(b"x-a") == [n for n, _ in headers].count(b"x-a")

@@ -1,0 +1,73 @@
+"""Which engine is chosen among candidates."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config import STRATEGIES as CONFIGURABLE
+from tandem.http import Origin
+from tandem.router.engines import Engine, EngineRole
+from tandem.router.strategies import STRATEGIES, LeastLoaded, RoundRobin, Strategy
+
+
+def engines(*names: str) -> list[Engine]:
+    urls = [f"http://{name}:1" for name in names]
+    return [Engine(url, EngineRole.PREFILL, Origin.parse(url)) for url in urls]
+
+
+def turns(strategy: Strategy, candidates: list[Engine], count: int) -> str:
+    return "".join(strategy.choose(candidates).origin.authority[0] for _ in range(count))
+
+
+def test_every_strategy_that_can_be_configured_is_there() -> None:
+    assert set(STRATEGIES) == set(CONFIGURABLE)
+
+
+def test_round_robin_takes_engines_in_turn_in_whatever_order_they_come() -> None:
+    strategy = RoundRobin()
+    assert turns(strategy, engines("b", "a", "c"), 4) == "abca"
+    assert turns(strategy, engines("c", "b", "a"), 2) == "bc"
+
+
+def test_one_that_joins_or_leaves_makes_none_be_skipped_or_taken_twice() -> None:
+    strategy = RoundRobin()
+    assert turns(strategy, engines("a", "b", "d"), 2) == "ab"
+    assert turns(strategy, engines("a", "b", "c", "d"), 1) == "c"
+    assert turns(strategy, engines("a", "d"), 2) == "da"
+    assert turns(strategy, engines("b"), 2) == "bb"
+
+
+@given(st.sets(st.sampled_from("abcdefgh"), min_size=1), st.integers(1, 5))
+def test_round_robin_is_fair(names: set[str], rounds: int) -> None:
+    taken = Counter(turns(RoundRobin(), engines(*names), rounds * len(names)))
+    assert set(taken.values()) == {rounds}
+    assert taken.keys() == names
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 5))
+def test_least_loaded_never_takes_one_that_has_more_to_do(loads: list[int], before: int) -> None:
+    candidates = engines(*"abcdef"[: len(loads)])
+    strategy = LeastLoaded()
+    turns(strategy, candidates, before)
+    for engine, load in zip(candidates, loads, strict=True):
+        engine.in_flight = load
+    assert strategy.choose(candidates).in_flight == min(loads)
+
+
+def test_least_loaded_takes_equals_in_turn() -> None:
+    a, b, c = candidates = engines("a", "b", "c")
+    strategy = LeastLoaded()
+    assert turns(strategy, candidates, 4) == "abca"
+    b.in_flight = 1
+    assert turns(strategy, candidates, 3) == "cac"
+    a.in_flight = c.in_flight = 2
+    assert turns(strategy, candidates, 2) == "bb"
+
+
+@pytest.mark.parametrize("strategy", [RoundRobin(), LeastLoaded()])
+def test_an_only_engine_is_always_taken(strategy: Strategy) -> None:
+    assert turns(strategy, engines("a"), 3) == "aaa"
