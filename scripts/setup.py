@@ -39,11 +39,13 @@ def why_unsupported(system: str, machine: str, version: tuple[int, int], cpuinfo
         low, high = (".".join(map(str, v)) for v in PYTHONS)
         found = ".".join(map(str, version))
         return (
-            f"Python {found} is not supported: the pinned vLLM needs {low} to {high}. Run it with another one: "
+            f"Python {found} is not supported: the pinned vLLM needs {low} to {high}. Use another one: "
             f"`make setup PYTHON=python{low}`."
         )
     if system != "Linux":
-        return f"The CPU build of vLLM exists for Linux only, not for {system}. Use a Linux machine or VM. {own}"
+        return (
+            f"The CPU build of vLLM exists for Linux only, not for {system}. Use a Linux machine or VM. {own}"
+        )
     if machine not in ("x86_64", "AMD64"):
         return f"The pinned CPU stack is built for x86-64, not for {machine}. Use an x86-64 machine. {own}"
     if "avx2" not in cpuinfo.split():
@@ -56,9 +58,9 @@ def explain_pip_failure(output: str) -> str:
     tail = "\n".join(line for line in output.splitlines() if not line.startswith("WARNING"))[-1500:]
     if "torch==" in output and "No matching distribution" in output:
         return (
-            "pip cannot find the CPU build of torch: it is not on PyPI, but on PyTorch's own index for CPU builds. "
-            "Choose «Pip» and «CPU» on https://pytorch.org/get-started/locally, copy the address it shows after "
-            "--index-url, and run `make setup PIP_EXTRA_INDEX_URL=ADDRESS`.\n\n" + tail
+            "pip cannot find the CPU build of torch: it is not on PyPI, but on PyTorch's own index for CPU "
+            "builds. Choose «Pip» and «CPU» on https://pytorch.org/get-started/locally, copy the address that "
+            "it shows after --index-url, and run `make setup PIP_EXTRA_INDEX_URL=ADDRESS`.\n\n" + tail
         )
     if "No space left on device" in output:
         return f"The disk is full: the engine stack needs 3 GB in {VENV}.\n\n{tail}"

@@ -138,3 +138,15 @@ def test_the_log_of_a_long_prompt_has_the_lines_that_operators_grep(
     assert f"[INFO] DPD prefill selection: RoundRobin selected {smollm2.prefill[0]}" in log
     assert "prefill time (TTFT): " in log
     assert f"to decoder {smollm2.decode[0]} at " in log
+
+
+def test_the_readmes_curl_line_gets_an_answer(smollm2: Up) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    line = next(text for text in readme.splitlines() if text.startswith("curl "))
+    done = subprocess.run(
+        ["bash", "-c", line.replace("http://127.0.0.1:8000", smollm2.url)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]

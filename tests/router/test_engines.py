@@ -91,6 +91,19 @@ def test_what_is_missing_is_told_engine_by_engine(box: Box) -> None:
     assert box.fleet.missing is None
 
 
+def test_what_is_not_proved_yet_is_listed(box: Box) -> None:
+    ready(box.p0, box.d0, box.d1)
+    box.fleet.prove(box.p0, box.d0)
+    box.p1.why = "answers"
+    assert box.fleet.unproved == [
+        "prefill http://p1:1: answers",
+        "http://p0:1 with http://d1:1: no canary yet",
+    ]
+    box.fleet.prove(box.p0, box.d1)
+    box.fleet.remove(box.p1)
+    assert box.fleet.unproved == []
+
+
 def test_without_prefillers_a_decoder_is_enough() -> None:
     fleet = Fleet()
     assert fleet.missing == "no decode engine is ready: none is configured"

@@ -15,13 +15,23 @@ COMMANDS = {
     "router": "run the router alone",
 }
 
-OK, FAILURE, USAGE, ENVIRONMENT = 0, 1, 2, 3
-"""Exit codes: done; it ran and failed; the command or the resource is wrong; this machine lacks something."""
+OK, FAILURE, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit codes: done; it ran and failed; the command or the resource is wrong; this machine lacks something;
+stopped by a signal before there was a result."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; exits with USAGE, and the reason on stderr, when it is wrong."""
     parser = argparse.ArgumentParser(
         prog="tandem", description="Disaggregated prefill and decode for LLM inference."
     )
@@ -34,12 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"tandem.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    arguments = parser.parse_args(words)
-    try:
-        code: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        return 130
-    return code
+    return parser.parse_args(words)
 
 
 def complain(message: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -16,7 +17,8 @@ from rich.table import Table
 from tandem.bench.proof import Proof, Shot
 from tandem.local.plan import LocalPlan
 
-out = Console(highlight=False, soft_wrap=True)
+# Tables in a file or a pipe are not squeezed into 80 columns.
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
-from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
+from tandem.cli import ENVIRONMENT, FAILURE, INTERRUPTED, OK, USAGE, complain
 from tandem.cli.up import add_endpoint_arguments, plan_or_complain, run_until_signalled
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"{arguments.url or 'the endpoint'} cannot be reached: {str(error) or type(error).__name__}")
         return ENVIRONMENT if arguments.url else FAILURE
     if not proofs:
-        return 130
+        return INTERRUPTED
     _show(proofs[0], plan, as_json=arguments.json)
     return OK if proofs[0].held else FAILURE
 

@@ -199,3 +199,12 @@ def router_argv(config: RouterConfig) -> list[str]:
             looks_like_flag = any(v.startswith("-") for v in given)
             argv += [f"{_flag(f)}={v}" for v in given] if looks_like_flag else [_flag(f), *given]
     return argv
+
+
+def flags_table() -> str:
+    """Every flag of `tandem router` as rows of a Markdown table, for docs/configuration.md."""
+    rows = []
+    for f in fields(RouterConfig):
+        default = "" if f.default in ((), None) or isinstance(f.default, bool) else f"`{f.default}`"
+        rows.append(f"| `{_flag(f)}` | {default} | {f.metadata['help']} |")
+    return "\n".join(rows)

@@ -154,11 +154,8 @@ class Response:
                 self._violation = self._violation or ProtocolError(
                     self._origin, f"malformed response: {error}"
                 )
-        overhead = self._wire_size - self._body_size
-        if overhead > framing_allowance(self._head_bytes, self._body_size) and not self.complete:
-            self._violation = ProtocolError(
-                self._origin, f"more than {self._head_bytes} bytes of head or framing"
-            )
+        if self._wire_size - self._body_size > self._head_bytes:
+            self._check_framing()
         if self._unread:
             self._deliver()
         if self._violation is not None:
@@ -244,6 +241,12 @@ class Response:
         if not self.complete:
             self._violation = violation
         raise violation
+
+    def _check_framing(self) -> None:
+        overhead = self._wire_size - self._body_size
+        if overhead > framing_allowance(self._head_bytes, self._body_size) and not self.complete:
+            message = f"more than {self._head_bytes} bytes of head or framing"
+            self._violation = ProtocolError(self._origin, message)
 
     def _deliver(self) -> None:
         unread = self._unread

@@ -102,6 +102,7 @@ class Prober:
         return all(self._fleet.is_proved(engine, d) for d in self._fleet.ready(EngineRole.DECODE))
 
     def _lose(self, engine: Engine, why: str) -> None:
+        why = why.removeprefix(f"{engine.url}: ")
         if engine.state is State.READY:
             logger.warning("%s %s is lost: %s", engine.role.value, engine.url, why)
         elif engine.why != why:

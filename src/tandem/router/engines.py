@@ -103,7 +103,7 @@ class Fleet:
         ]
 
     def _whys(self, role: EngineRole) -> str:
-        return "; ".join(f"{e.url} {e.why}" for e in self.of(role)) or "none is configured"
+        return "; ".join(f"{e.url}: {e.why}" for e in self.of(role)) or "none is configured"
 
     @property
     def models(self) -> list[dict[str, Any]]:

@@ -1,0 +1,100 @@
+"""Every example of README.md and docs/ is tried: commands parsed, manifests planned, links followed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.api import parse_endpoint
+from tandem.cli import parse
+from tandem.config import flags_table, router_config
+from tandem.engine import Core, EnginePorts, Machine, engine_count, plan
+from tandem.router.engines import Fleet
+from tandem.router.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MACHINE = Machine(
+    cores=(Core((0,), 0), Core((1,), 0), Core((2,), 0)),
+    gpus=(),
+    memory_bytes=1 << 34,
+    accelerator="cpu",
+    python="python",
+)
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """(page, text) of each fenced block of a language."""
+    for page in PAGES:
+        for found in re.finditer(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            yield page.name, found[1]
+
+
+def commands() -> Iterator[list[str]]:
+    for _, text in blocks("sh"):
+        for line in text.replace("\\\n", " ").splitlines():
+            yield shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_every_command_is_one_that_exists(words: list[str]) -> None:
+    match words:
+        case [".venv/bin/tandem", *arguments]:
+            parsed = parse(arguments)
+            if parsed.command == "router":
+                router_config(parsed)
+        case ["make", *arguments]:
+            subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+        case ["git" | "cd", *_]:
+            pass
+        case ["curl", address, *_]:
+            # Sent for real, to real engines, in tests/engines.
+            assert address == "http://127.0.0.1:8000/v1/chat/completions"
+        case _:
+            pytest.fail(f"no test knows how to try {shlex.join(words)}")
+
+
+@pytest.mark.parametrize(("page", "text"), list(blocks("yaml")))
+def test_every_manifest_can_be_planned(page: str, text: str, tmp_path: Path) -> None:
+    endpoint, _ = parse_endpoint(text, source=page)
+    (tmp_path / "config.json").write_text("{}")
+    ports = [EnginePorts(http=9000 + i, side_channel=9100 + i) for i in range(engine_count(endpoint))]
+    assert plan(endpoint, MACHINE, tmp_path, ports).engines
+
+
+def test_the_router_flags_are_all_described() -> None:
+    assert flags_table() in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_the_metrics_are_all_described() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    described = set(re.findall(r"^\| `(tandem_\w+)`", text, re.MULTILINE))
+    exported = set()
+    for family in Metrics(Fleet()).registry.collect():
+        exported.add(family.name + "_total" if family.type == "counter" else family.name)
+    assert described == exported
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_dependency_is_explained() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + [
+        d for group in project["optional-dependencies"].values() for d in group
+    ]
+    text = (ROOT / "docs" / "dependencies.md").read_text().lower()
+    for dependency in wanted:
+        name = re.split(r"[\[><=;~ ]", dependency)[0].lower()
+        assert name in text or name in ("tandem-dpd", "types-pyyaml"), name

@@ -1,0 +1,434 @@
+"""Proof before traffic: which engines and pairs a fleet may use, and when it stops using them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tandem.config import RouterConfig
+from tandem.http import Client, Request, Responder, serve
+from tandem.prompt import NotExact, PromptCounter
+from tandem.router.body import Body
+from tandem.router.canary import Prober
+from tandem.router.classify import Api
+from tandem.router.connectors import Nixl
+from tandem.router.counting import Count, Counter
+from tandem.router.discovery import Member
+from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.legs import Legs
+
+from .fakes import JSON, FakeEngine, Seen, completion, engines, eventually
+
+PATIENCE = 0.05
+
+
+@dataclass
+class Subject(FakeEngine):
+    """A fake engine whose health and canaries can be made to fail."""
+
+    health: str = "fine"
+    models: bytes | None = None
+    refuses: Callable[[Seen], bool] = lambda seen: False
+    hold: asyncio.Event | None = None
+    visits: int = 0
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
+
+    async def _answer(self, request: Request, responder: Responder) -> None:
+        match request.path:
+            case "/health":
+                self.visits += 1
+                if self.health == "hangs":
+                    await asyncio.Event().wait()
+                if self.health == "fails":
+                    responder.send(503, JSON, b"{}")
+                    return
+            case "/v1/models" if self.models is not None:
+                responder.send(200, JSON, self.models)
+                return
+            case "/tokenize":
+                self.tokenized.append(json.loads(request.body))
+            case _ if self.hold is not None:
+                await self.hold.wait()
+        await super()._answer(request, responder)
+
+    def answer(self, seen: Seen, responder: Responder) -> None:
+        if self.refuses(seen):
+            responder.send(500, JSON, b'{"error":{"message":"cannot"}}')
+        else:
+            super().answer(seen, responder)
+
+    async def die(self) -> None:
+        assert self.server is not None
+        await self.server.close()
+
+    async def come_back(self) -> None:
+        """At the same address."""
+        assert self.server is not None
+        self.server = await serve(self, "127.0.0.1", self.server.port)
+
+
+def reads_kv(seen: Seen) -> bool:
+    return bool((seen.kv or {}).get("do_remote_prefill"))
+
+
+class QuickLegs(Legs):
+    """Legs that lose patience soon."""
+
+    async def call(self, *arguments: Any, head_timeout: float = PATIENCE, **options: Any) -> bytes:
+        return await super().call(*arguments, head_timeout=min(head_timeout, PATIENCE), **options)
+
+
+class Members:
+    """A discovery source whose members a test sets."""
+
+    def __init__(self) -> None:
+        self.changes: asyncio.Queue[frozenset[Member]] = asyncio.Queue()
+
+    async def watch(self) -> AsyncIterator[frozenset[Member]]:
+        while True:
+            yield await self.changes.get()
+
+
+class Probed:
+    """A prober at work on fake engines, and the fleet that it keeps."""
+
+    def __init__(self, prefill: int = 1, decode: int = 1, local: PromptCounter | None = None) -> None:
+        self.prefill = [Subject(f"p{i}") for i in range(prefill)]
+        self.decode = [Subject(f"d{i}") for i in range(decode)]
+        self.members = Members()
+        self.fleet = Fleet()
+        self.client = Client()
+        self.legs: Legs = QuickLegs(self.client, RouterConfig(decode=("http://127.0.0.1:1",)))
+        self.counter = Counter(local, self.legs, self.fleet)
+
+    def announce(self, *extra: Member, without: Subject | None = None) -> None:
+        prefill = [Member(e.url, EngineRole.PREFILL) for e in self.prefill if e is not without]
+        decode = [Member(e.url, EngineRole.DECODE) for e in self.decode if e is not without]
+        self.members.changes.put_nowait(frozenset([*prefill, *decode, *extra]))
+
+    def of(self, subject: Subject) -> Engine:
+        return next(e for e in self.fleet.engines if e.url == subject.url)
+
+    def ready(self, subject: Subject) -> bool:
+        return any(e.url == subject.url and e.state is State.READY for e in self.fleet.engines)
+
+    def pairs(self) -> set[tuple[str, str]]:
+        """Prefiller and decoder of each pair that may be used."""
+        names = {s.url: s.name for s in (*self.prefill, *self.decode)}
+        ready = self.fleet.ready(EngineRole.DECODE)
+        return {(names[p.url], names[d.url]) for d in ready for p in self.fleet.prefillers_for(d)}
+
+
+@pytest.fixture
+async def probe() -> AsyncIterator[Callable[..., Any]]:
+    """Start a prober: `await probe(Probed(prefill=2))`; engines may be changed before."""
+    async with AsyncExitStack() as stack:
+
+        async def start(probed: Probed) -> Probed:
+            await stack.enter_async_context(engines(*probed.prefill, *probed.decode))
+            stack.push_async_callback(probed.client.aclose)
+            prober = Prober(
+                probed.members,
+                probed.fleet,
+                probed.legs,
+                probed.counter,
+                Nixl,
+                waiting_interval=0.001,
+                ready_interval=0.002,
+                canary_timeout=5.0,
+            )
+            running = asyncio.create_task(prober.run())
+
+            async def stop() -> None:
+                running.cancel()
+                with suppress(asyncio.CancelledError):
+                    await running
+
+            stack.push_async_callback(stop)
+            probed.announce()
+            return probed
+
+        yield start
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async def now() -> bool:
+        return bool(holds())
+
+    await eventually(now)
+
+
+async def visited(subject: Subject, times: int = 3) -> None:
+    """Until an engine has been looked at a few times more."""
+    then = subject.visits + times
+    await until(lambda: subject.visits >= then)
+
+
+async def test_engines_are_used_once_a_canary_has_gone_through_each_path(probe: Any) -> None:
+    probed = Probed(prefill=2, decode=2)
+    await probe(probed)
+    await until(lambda: len(probed.pairs()) == 4)
+    assert probed.fleet.missing is None
+    for decoder in probed.decode:
+        alone = [s for s in decoder.seen if s.kv is None]
+        assert len(alone) == 1
+        assert len([s for s in decoder.seen if reads_kv(s)]) == 2
+
+
+async def test_canaries_are_marked_short_and_never_the_same(probe: Any) -> None:
+    probed = Probed(prefill=2, decode=2)
+    await probe(probed)
+    await until(lambda: len(probed.pairs()) == 4)
+    seen = [s for e in (*probed.prefill, *probed.decode) for s in e.seen]
+    assert all(s.is_canary and s.body["max_tokens"] == 1 and s.body["model"] == "m" for s in seen)
+    starts = [s.body["prompt"] for e in probed.prefill for s in e.seen]
+    assert len(set(starts)) == len(starts) == 4, "no cache may answer one"
+    ids = [s.headers["x-request-id"] for s in seen]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_what_is_proved_is_not_proved_again(probe: Any) -> None:
+    """Each canary costs the engines work and KV blocks."""
+    probed = Probed()
+    await probe(probed)
+    await until(probed.pairs)
+    before = len(probed.decode[0].seen)
+    for subject in (*probed.prefill, *probed.decode):
+        await visited(subject, 5)
+    assert len(probed.decode[0].seen) == before
+
+
+async def test_a_decoder_that_fails_its_canary_gets_no_traffic_and_has_it_told(probe: Any) -> None:
+    probed = Probed()
+    probed.decode[0].refuses = lambda seen: True
+    await probe(probed)
+    await visited(probed.decode[0])
+    assert not probed.ready(probed.decode[0])
+    assert "/v1/completions answered HTTP 500" in (probed.fleet.missing or "")
+    assert probed.prefill[0].seen == [], "a prefiller is proved with a decoder that works"
+    probed.decode[0].refuses = lambda seen: False
+    await until(probed.pairs)
+
+
+async def test_a_prefiller_whose_kv_the_decoder_cannot_read_is_not_used(probe: Any) -> None:
+    probed = Probed()
+    probed.decode[0].refuses = reads_kv
+    await probe(probed)
+    await until(lambda: len([s for s in probed.decode[0].seen if reads_kv(s)]) > 2)
+    assert probed.ready(probed.decode[0]), "it serves short prompts"
+    assert not probed.ready(probed.prefill[0])
+    assert probed.pairs() == set()
+    why = f"{probed.decode[0].url} cannot read the KV of {probed.prefill[0].url}"
+    assert why in (probed.fleet.missing or "")
+    probed.decode[0].refuses = lambda seen: False
+    await until(probed.pairs)
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(
+            0, marks=pytest.mark.xfail(strict=True, reason="the first pair that fails ends the visit")
+        ),
+        1,
+    ],
+)
+async def test_one_decoder_that_cannot_read_does_not_keep_a_prefiller_from_another(
+    probe: Any, which: int
+) -> None:
+    probed = Probed(decode=2)
+    await probe(probed)
+    await until(lambda: len(probed.pairs()) == 2)
+    (prefiller,) = probed.prefill
+    first_tried = probed.fleet.ready(EngineRole.DECODE)[0].url
+    good, bad = sorted(probed.decode, key=lambda d: (d.url == first_tried) is (which == 0))
+    bad.refuses = reads_kv
+    await prefiller.die()
+    await until(lambda: not probed.ready(prefiller))
+    await prefiller.come_back()
+    await visited(prefiller, 5)
+    assert probed.pairs() == {("p0", good.name)}
+
+
+@pytest.mark.parametrize("params", [None, "missing"])
+async def test_a_prefiller_that_hands_nothing_over_is_not_used(probe: Any, params: Any) -> None:
+    class Mute(Subject):
+        def prefill_reply(self, seen: Seen) -> dict[str, Any]:
+            return completion("x") if params == "missing" else {**completion("x"), "kv_transfer_params": None}
+
+    probed = Probed()
+    probed.prefill = [Mute("p0")]
+    await probe(probed)
+    await visited(probed.prefill[0])
+    assert probed.pairs() == set()
+    assert "has no kv_transfer_params" in (probed.fleet.missing or "")
+
+
+async def test_a_decoder_that_dies_and_comes_back_is_proved_anew_before_it_gets_traffic(probe: Any) -> None:
+    probed = Probed()
+    await probe(probed)
+    await until(probed.pairs)
+    (decoder,) = probed.decode
+    await decoder.die()
+    await until(lambda: not probed.ready(decoder))
+    assert "cannot connect" in (probed.fleet.missing or "")
+    assert probed.pairs() == set()
+
+    decoder.hold = asyncio.Event()
+    decoder.seen.clear()
+    await decoder.come_back()
+    await until(lambda: decoder.visits)
+    await visited(probed.prefill[0])
+    assert not probed.ready(decoder), "it is up, and its canary is not answered yet"
+    decoder.hold.set()
+    await until(probed.pairs)
+    assert any(reads_kv(s) for s in decoder.seen), "the pair is proved anew too"
+
+
+async def test_a_prefiller_that_dies_and_comes_back_is_proved_anew_before_it_gets_traffic(probe: Any) -> None:
+    probed = Probed()
+    await probe(probed)
+    await until(probed.pairs)
+    (prefiller,) = probed.prefill
+    await prefiller.die()
+    await until(lambda: not probed.pairs())
+    assert probed.ready(probed.decode[0])
+    prefiller.refuses = lambda seen: True
+    await prefiller.come_back()
+    await visited(prefiller)
+    assert probed.pairs() == set()
+    prefiller.refuses = lambda seen: False
+    await until(probed.pairs)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("health", ["hangs", "fails"])
+async def test_an_engine_deep_in_work_that_does_not_answer_is_not_given_up(
+    probe: Any, role: str, health: str
+) -> None:
+    probed = Probed()
+    await probe(probed)
+    await until(probed.pairs)
+    (subject,) = getattr(probed, role)
+    subject.health = health
+    await visited(subject)
+    assert probed.ready(subject)
+    assert probed.pairs() == {("p0", "d0")}
+
+
+async def test_an_engine_that_does_not_answer_while_it_starts_is_waited_for(probe: Any) -> None:
+    probed = Probed()
+    probed.decode[0].health = "hangs"
+    await probe(probed)
+    await visited(probed.decode[0], 2)
+    assert not probed.ready(probed.decode[0])
+    probed.decode[0].health = "fine"
+    await until(probed.pairs)
+
+
+async def test_an_engine_that_names_no_model_is_not_used(probe: Any) -> None:
+    probed = Probed()
+    probed.decode[0].models = b'{"data": []}'
+    await probe(probed)
+    await visited(probed.decode[0])
+    assert "/v1/models names no model" in (probed.fleet.missing or "")
+
+
+async def test_an_answer_that_makes_no_sense_is_logged_and_the_probing_goes_on(
+    probe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    probed = Probed()
+    probed.decode[0].models = b"<html>"
+    await probe(probed)
+    await visited(probed.decode[0])
+    assert f"probing {probed.decode[0].url}" in caplog.text
+    assert "the probe failed; see the router's log" in (probed.fleet.missing or "")
+    probed.decode[0].models = None
+    await until(probed.pairs)
+
+
+async def test_an_engine_that_discovery_takes_away_is_used_and_looked_at_no_more(probe: Any) -> None:
+    probed = Probed(decode=2)
+    await probe(probed)
+    await until(lambda: len(probed.pairs()) == 2)
+    gone = probed.decode[0]
+    probed.announce(without=gone)
+    await until(lambda: all(e.url != gone.url for e in probed.fleet.engines))
+    visits = gone.visits
+    await visited(probed.decode[1])
+    assert gone.visits <= visits + 1  # one may have been under way
+    assert probed.pairs() == {("p0", "d1")}
+
+
+async def test_another_engine_at_the_same_address_is_proved_as_a_new_one(probe: Any) -> None:
+    probed = Probed()
+    await probe(probed)
+    await until(probed.pairs)
+    (decoder,) = probed.decode
+    old, canaries = probed.of(decoder), len(decoder.seen)
+    probed.announce(Member(decoder.url, EngineRole.DECODE, uid="second"), without=decoder)
+    await until(lambda: old not in probed.fleet.engines and probed.pairs())
+    assert len(decoder.seen) == canaries + 2
+
+
+class Local:
+    """Stands for a PromptCounter that counts as the fake engines do, off by a number."""
+
+    def __init__(self, off: int, not_exact: bool = False) -> None:
+        self.off = off
+        self.not_exact = not_exact
+
+    def chat(self, body: Mapping[str, Any]) -> SimpleNamespace:
+        if self.not_exact:
+            raise NotExact("model")
+        return self._count(body["messages"])
+
+    def completion(self, body: Mapping[str, Any]) -> SimpleNamespace:
+        return self._count(body["prompt"])
+
+    def _count(self, prompt: object) -> SimpleNamespace:
+        return SimpleNamespace(count=len(str(prompt)) + self.off)
+
+
+async def counted(probe: Any, local: Local) -> tuple[Probed, Count]:
+    probed = Probed(local=cast(PromptCounter, local))
+    await probe(probed)
+    await until(probed.pairs)
+    return probed, await probed.counter.count(Api.COMPLETIONS, Body.parse(b'{"prompt": "abcde"}'))
+
+
+async def test_counts_that_agree_with_the_engines_are_made_here(
+    probe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    probed, count = await counted(probe, Local(0))
+    assert count == Count(5, "local")
+    assert len(probed.decode[0].tokenized) == 2, "one of each kind was compared"
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+async def test_counts_that_differ_from_the_engines_are_made_by_it_and_an_error_says_so(
+    probe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    probed, count = await counted(probe, Local(1))
+    assert count == Count(5, "engine")
+    assert probed.decode[0].tokenized[-1] == {"prompt": "abcde"}
+    (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "token counts differ for /v1/completions" in error.getMessage()
+    assert probed.decode[0].url in error.getMessage()
+    assert "--tokenizer" in error.getMessage()
+
+
+async def test_what_cannot_be_counted_here_is_not_compared(
+    probe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, count = await counted(probe, Local(0, not_exact=True))
+    assert count == Count(5, "local")
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
