@@ -59,8 +59,8 @@ def explain_pip_failure(output: str) -> str:
     if "torch==" in output and "No matching distribution" in output:
         return (
             "pip cannot find the CPU build of torch: it is not on PyPI, but on PyTorch's own index for CPU "
-            "builds. Choose «Pip» and «CPU» on https://pytorch.org/get-started/locally, copy the address that "
-            "it shows after --index-url, and run `make setup PIP_EXTRA_INDEX_URL=ADDRESS`.\n\n" + tail
+            "builds. Choose «Pip» and «CPU» on https://pytorch.org/get-started/locally, copy the address "
+            "that it shows after --index-url, and run `make setup PIP_EXTRA_INDEX_URL=ADDRESS`.\n\n" + tail
         )
     if "No space left on device" in output:
         return f"The disk is full: the engine stack needs 3 GB in {VENV}.\n\n{tail}"

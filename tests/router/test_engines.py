@@ -78,7 +78,7 @@ def test_an_engine_that_is_removed_is_forgotten(box: Box) -> None:
 def test_what_is_missing_is_told_engine_by_engine(box: Box) -> None:
     box.d0.why = "cannot be reached"
     assert box.fleet.missing == (
-        "no decode engine is ready: http://d0:1 cannot be reached; http://d1:1 not contacted yet"
+        "no decode engine is ready: http://d0:1: cannot be reached; http://d1:1: not contacted yet"
     )
     ready(box.d1)
     box.p0.why = box.p1.why = "answers"

@@ -118,9 +118,15 @@ class Prober:
         decoders = self._fleet.ready(EngineRole.DECODE)
         if not decoders:
             engine.why = "answers, and waits for a decode engine to be proved with"
+        failed: LegFailed | None = None
         for decoder in decoders:
             if not self._fleet.is_proved(engine, decoder):
-                await self._prove_pair(engine, decoder)
+                try:
+                    await self._prove_pair(engine, decoder)
+                except LegFailed as failure:
+                    failed = failure  # the pairs are proved one by one: the others may work
+        if failed is not None:
+            raise failed
 
     async def _prove_decoder(self, decoder: Engine) -> None:
         cards = msgspec.json.decode(
