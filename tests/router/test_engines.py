@@ -82,7 +82,7 @@ def test_what_is_missing_is_told_engine_by_engine(box: Box) -> None:
     )
     ready(box.d1)
     box.p0.why = box.p1.why = "answers"
-    assert box.fleet.missing == "no prefill engine is ready: http://p0:1 answers; http://p1:1 answers"
+    assert box.fleet.missing == "no prefill engine is ready: http://p0:1: answers; http://p1:1: answers"
     ready(box.p1)
     assert box.fleet.missing is not None, "ready alone, without a decoder that can read its KV"
     box.fleet.prove(box.p1, box.d0)
