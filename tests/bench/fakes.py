@@ -26,12 +26,13 @@ def event(value: Any) -> bytes:
 
 def token_event(token: int, gap: float, text: str | None = None) -> bytes:
     """One token as vLLM streams it; `gap` is by how much (natural log) it is likelier than the second."""
-    top = [{"token": "a", "logprob": -0.1 - gap}, {"token": "b", "logprob": -0.1}]
+    own, second = f"token_id:{token}", f"token_id:{token - 1}"
+    top = [{"token": second, "logprob": -0.1 - gap}, {"token": own, "logprob": -0.1}]
     choice = {
         "index": 0,
         "delta": {"content": TOKENS.get(token, "?") if text is None else text},
         "token_ids": [token],
-        "logprobs": {"content": [{"token": "b", "logprob": -0.1, "top_logprobs": top}]},
+        "logprobs": {"content": [{"token": own, "logprob": -0.1, "top_logprobs": top}]},
     }
     return event({"object": "chat.completion.chunk", "choices": [choice], "usage": None})
 
@@ -125,6 +126,8 @@ class Endpoint:
             self.count_hand_off(tokens)
         else:
             self.count(self.decode, computed=tokens)
+            if self.broken == "a prefiller works at short prompts":
+                self.count(self.prefill, computed=tokens)
         headers: dict[str, Any] = {
             "x-tandem-path": "disaggregated" if disaggregated else "decode_only",
             "x-tandem-reason": "threshold" if disaggregated else "short",

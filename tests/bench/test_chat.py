@@ -49,7 +49,7 @@ async def test_tokens_text_and_usage_are_collected() -> None:
     answer = await ask(token_event(5, 1.5), token_event(9, 0.25), USAGE, DONE)
     assert answer.text == "It Paris."
     assert answer.token_ids == [5, 9]
-    assert answer.top_gaps == [pytest.approx(1.5), pytest.approx(0.25)]
+    assert answer.likely == [{5: -0.1, 4: -1.6}, {9: -0.1, 8: -0.35}]
     assert answer.prompt_tokens == 7
     assert answer.headers["content-type"] == "text/event-stream"
 

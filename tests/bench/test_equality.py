@@ -8,46 +8,55 @@ from hypothesis import strategies as st
 
 from tandem.bench.equality import TIE_GAP, Comparison, compare
 
+SURE = {1: 0.0}
 IDS = st.lists(st.integers(0, 3), max_size=6)
 
 
 @given(IDS)
 def test_equal_answers_are_equal_whatever_the_gaps(ids: list[int]) -> None:
-    same = compare(ids, tuple(ids), [0.0] * len(ids))
+    same = compare(ids, tuple(ids), [])
     assert same == Comparison(equal=True, first_difference=None, gap=None)
     assert same.acceptable
     assert str(same) == "equal, token for token"
 
 
 @pytest.mark.parametrize(
-    ("gap", "acceptable"), [(0.0, True), (TIE_GAP, True), (TIE_GAP + 0.001, False), (float("inf"), False)]
+    ("gap", "acceptable"), [(0.0, True), (TIE_GAP - 0.001, True), (TIE_GAP + 0.001, False)]
 )
 def test_a_difference_is_accepted_only_where_bfloat16_cannot_tell(gap: float, acceptable: bool) -> None:
-    result = compare([1, 2, 3], [1, 9, 3], [5.0, gap, 5.0])
-    assert (result.equal, result.first_difference, result.gap) == (False, 1, gap)
+    result = compare([1, 2, 3], [1, 9, 3], [SURE, {9: -1.0, 2: -1.0 - gap}, SURE])
+    assert (result.equal, result.first_difference) == (False, 1)
+    assert result.gap == pytest.approx(gap)
     assert result.acceptable is acceptable
     assert str(result).endswith("no tie") is not acceptable
 
 
+def test_another_token_than_the_tied_ones_is_no_tie() -> None:
+    tied = [{9: -1.0, 2: -1.0}]
+    assert compare([2], [9], tied).acceptable
+    assert not compare([3], [9], tied).acceptable
+
+
 def test_only_the_first_difference_is_judged() -> None:
-    assert compare([1, 2, 7, 7], [1, 3, 8, 8], [9.0, 0.1, 9.0, 9.0]).acceptable
-    assert not compare([1, 2, 7], [1, 3, 8], [0.1, 9.0, 0.1]).acceptable
+    tie, sure = {3: -1.0, 2: -1.1}, {8: 0.0, 7: -9.0}
+    assert compare([1, 2, 7, 7], [1, 3, 8, 8], [SURE, tie, sure, sure]).acceptable
+    assert not compare([1, 2, 7], [1, 3, 8], [SURE, {3: 0.0, 2: -9.0}, sure]).acceptable
 
 
 @pytest.mark.parametrize(("answer", "reference"), [([1], [1, 2]), ([1, 2], [1]), ([], [1])])
 def test_an_answer_that_stops_early_is_another_one(answer: list[int], reference: list[int]) -> None:
-    result = compare(answer, reference, [0.0, 0.0])
+    result = compare(answer, reference, [SURE, SURE])
     assert not result.acceptable
     assert "one answer is shorter" in str(result)
 
 
-def test_without_the_gap_at_the_difference_there_is_no_tie() -> None:
-    assert not compare([1, 2], [1, 3], [0.0]).acceptable
+def test_without_the_probabilities_at_the_difference_there_is_no_tie() -> None:
+    assert not compare([1, 2], [1, 3], [SURE]).acceptable
 
 
 @given(IDS, IDS)
 def test_the_first_difference_is_the_first(a: list[int], b: list[int]) -> None:
-    at = compare(a, b, [9.0] * len(b)).first_difference
+    at = compare(a, b, [SURE] * len(b)).first_difference
     if at is None:
         assert a == b
     else:

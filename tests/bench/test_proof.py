@@ -31,7 +31,7 @@ async def test_every_claim_holds_for_an_endpoint_that_disaggregates() -> None:
     proof = await proof_of(Endpoint())
     assert proof.held
     assert failed(proof) == []
-    assert len(proof.checks) == len({c.claim for c in proof.checks}) == 9
+    assert len(proof.checks) == len({c.claim for c in proof.checks}) == 10
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,7 @@ async def test_every_claim_holds_for_an_endpoint_that_disaggregates() -> None:
     [
         ("short prompts take the other path", "short: a decoder alone answered"),
         ("the router miscounts short prompts", "short: the router counted what the engine counted"),
+        ("a prefiller works at short prompts", "short: no prefiller took part"),
         ("long prompts take the other path", "long: a prefiller and a decoder answered"),
         ("the router miscounts long prompts", "long: the router counted what the engine counted"),
         ("the prefiller finds a part in its cache", "long: the prefiller computed the prompt"),
@@ -153,7 +154,7 @@ async def test_a_difference_at_a_tie_is_accepted_and_told() -> None:
     endpoint.answer_alone = tie  # type: ignore[method-assign]
     proof = await proof_of(endpoint)
     assert failed(proof) == []
-    assert "differ from token 2, where the top two are 0.200 apart: a tie" in proof.checks[-1].seen
+    assert "differ from token 2, where the two are 0.200 apart: a tie" in proof.checks[-1].seen
 
 
 @pytest.mark.parametrize(

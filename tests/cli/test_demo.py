@@ -39,7 +39,7 @@ async def test_a_running_endpoint_is_proved_in_a_table() -> None:
         done = await demo("--url", f"{served.url}/")
     assert done.code == 0
     assert "FAILED" not in done.out
-    assert done.out.count("ok ") == 9
+    assert done.out.count("  ok  ") == 10
     assert "sending a long prompt" in done.err
     assert done.out.rstrip().endswith(f"The endpoint is {served.url}")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tandem.engine
-from tandem.engine import EngineError
+from tandem.engine import MachineError
 from tandem.local import endpoint
 from tandem.local.errors import LocalError
 
@@ -72,9 +72,9 @@ def test_a_port_that_is_none_is_refused(tandem_command: Tandem, port: str) -> No
     assert f"'{port}' is not a port (1 to 65535)" in done.err
 
 
-def test_a_model_that_is_not_there_is_the_machines_lack(tandem_command: Tandem, manifest: Path) -> None:
+def test_a_model_that_is_not_there_is_told_with_the_way_out(tandem_command: Tandem, manifest: Path) -> None:
     done = tandem_command("up", "-f", manifest, "--dry-run")
-    assert (done.code, done.out) == (3, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err.startswith("tandem: spec.modelSourceConfig: s3 is not read on one machine.")
 
 
@@ -82,7 +82,7 @@ def test_a_machine_without_vllm_is_told(
     tandem_command: Tandem, manifest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def detect(python: str) -> None:
-        raise EngineError(f"{python} has no vLLM.")
+        raise MachineError(f"{python} has no vLLM.")
 
     monkeypatch.setattr(tandem.engine, "detect", detect)
     done = tandem_command("up", "-f", manifest, "--vllm-python", "/p")

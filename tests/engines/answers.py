@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tandem.bench.chat import LIKELY
 from tandem.bench.equality import Comparison, compare
 from tandem.prompt import PromptCounter
 
@@ -46,10 +47,10 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Greedy:
-    """One greedy answer: its token ids, and for each the gap between the two likeliest tokens."""
+    """One greedy answer: its token ids, and for each the likeliest ids with their log probabilities."""
 
     ids: list[int]
-    gaps: list[float]
+    likely: list[dict[int, float]]
     prompt_tokens: int
     headers: httpx.Headers
 
@@ -71,23 +72,24 @@ async def greedy(
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "logprobs": 2,
+        "logprobs": LIKELY,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
         **fields,
     }
     answer = await client.post(f"{url}/v1/completions", json=body, headers={"x-tandem-explain": "1"})
     assert answer.status_code == 200, answer.text
     data = answer.json()
     choice = data["choices"][0]
-    gaps = []
-    for top in choice["logprobs"]["top_logprobs"]:
-        values = sorted(top.values(), reverse=True)
-        gaps.append(values[0] - values[1] if len(values) > 1 else 0.0)
-    return Greedy(choice["token_ids"], gaps, data["usage"]["prompt_tokens"], answer.headers)
+    likely = [
+        {int(token.removeprefix("token_id:")): logprob for token, logprob in top.items()}
+        for top in choice["logprobs"]["top_logprobs"]
+    ]
+    return Greedy(choice["token_ids"], likely, data["usage"]["prompt_tokens"], answer.headers)
 
 
 def judge(answer: Greedy, reference: Greedy, what: str) -> Comparison:
     """Compare by the tie rule, and say on the test's output what was seen."""
-    same = compare(answer.ids, reference.ids, reference.gaps)
+    same = compare(answer.ids, reference.ids, reference.likely)
     print(f"{what}: {same}")
     return same

@@ -10,6 +10,9 @@ from typing import Any
 
 import httpx
 
+LIKELY = 5
+"""Tokens whose probabilities are asked for: enough to find the other one of a tie, even of three."""
+
 
 @dataclass
 class TimedAnswer:
@@ -18,8 +21,8 @@ class TimedAnswer:
     headers: Mapping[str, str]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    top_gaps: list[float] = field(default_factory=list)
-    """For each token, how much more likely (natural log) the likeliest token was than the second."""
+    likely: list[dict[int, float]] = field(default_factory=list)
+    """For each token, the likeliest token ids with their log probabilities."""
     prompt_tokens: int = 0
     ttft: float = 0.0
     gaps: list[float] = field(default_factory=list)
@@ -39,7 +42,7 @@ async def timed_chat(
 ) -> TimedAnswer:
     """POST a chat request as a stream and time its events.
 
-    Token ids and the two likeliest tokens are asked for as vLLM extensions. Raises RequestFailed for an
+    Token ids and the likeliest tokens' ids are asked for as vLLM extensions. Raises RequestFailed for an
     error status or an error event, httpx.HTTPError when the connection breaks.
     """
     request = {
@@ -48,7 +51,8 @@ async def timed_chat(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "logprobs": True,
-        "top_logprobs": 2,
+        "top_logprobs": LIKELY,
+        "return_tokens_as_token_ids": True,
     }
     sent = clock()
     async with client.stream("POST", f"{url}/v1/chat/completions", json=request, headers=headers) as response:
@@ -84,6 +88,7 @@ def _add_tokens(answer: TimedAnswer, choices: list[dict[str, Any]]) -> bool:
         answer.token_ids += ids
         added = added or bool(ids)
         for position in (choice.get("logprobs") or {}).get("content") or []:
-            top = sorted((t["logprob"] for t in position["top_logprobs"]), reverse=True)
-            answer.top_gaps.append(top[0] - top[1] if len(top) > 1 else float("inf"))
+            answer.likely.append(
+                {int(t["token"].removeprefix("token_id:")): t["logprob"] for t in position["top_logprobs"]}
+            )
     return added

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TIE_GAP = 0.25
@@ -20,7 +21,8 @@ class Comparison:
     equal: bool
     first_difference: int | None
     gap: float | None
-    """At the first difference, the reference's gap between its two likeliest tokens."""
+    """At the first difference: how much less likely (natural log) the answer's token was to the reference
+    than its own; None where one of the answers has ended."""
 
     @property
     def acceptable(self) -> bool:
@@ -32,19 +34,24 @@ class Comparison:
         if self.gap is None:
             return f"differ from token {self.first_difference} (one answer is shorter)"
         kind = "a tie in bfloat16" if self.acceptable else "no tie"
-        return (
-            f"differ from token {self.first_difference}, where the top two are {self.gap:.3f} apart: {kind}"
-        )
+        return f"differ from token {self.first_difference}, where the two are {self.gap:.3f} apart: {kind}"
 
 
-def compare(answer: Sequence[int], reference: Sequence[int], reference_gaps: Sequence[float]) -> Comparison:
-    """Compare two greedy answers' token ids by the tie rule. Only the first difference is judged: after
-    a tie the texts go their own ways."""
+def compare(
+    answer: Sequence[int], reference: Sequence[int], likely: Sequence[Mapping[int, float]]
+) -> Comparison:
+    """Compare two greedy answers' token ids by the tie rule.
+
+    `likely` has, for each token of the reference, its likeliest token ids with their log probabilities.
+    Only the first difference is judged: after a tie the texts go their own ways.
+    """
     if list(answer) == list(reference):
         return Comparison(True, None, None)
-    index = next(
-        (i for i, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b),
-        min(len(answer), len(reference)),
-    )
-    gap = reference_gaps[index] if index < min(len(answer), len(reference), len(reference_gaps)) else None
+    shorter = min(len(answer), len(reference))
+    index = next((i for i in range(shorter) if answer[i] != reference[i]), shorter)
+    if index == shorter:
+        return Comparison(False, index, None)
+    here = likely[index] if index < len(likely) else {}
+    unlikely = -math.inf  # not even among those told
+    gap = here.get(reference[index], math.inf) - here.get(answer[index], unlikely)
     return Comparison(False, index, gap)

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, INTERRUPTED, OK, USAGE, complain
-from tandem.cli.up import add_endpoint_arguments, plan_or_complain, run_until_signalled
+from tandem.cli.up import add_endpoint_arguments, code_of, plan_or_complain, run_until_signalled
 
 if TYPE_CHECKING:
     from tandem.bench.proof import Proof
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             run_until_signalled(_start_and_prove(plan, proofs))
     except LocalError as error:
         complain(error)
-        return ENVIRONMENT
+        return code_of(error)
     except (ProofError, RequestFailed) as error:
         complain(error)
         return FAILURE

@@ -12,9 +12,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli import ENVIRONMENT, OK, USAGE, complain
+from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
 
 if TYPE_CHECKING:
+    from tandem.local.errors import LocalError
     from tandem.local.plan import LocalPlan
 
 
@@ -72,15 +73,28 @@ def run(arguments: argparse.Namespace) -> int:
         run_until_signalled(_up(plan))
     except LocalError as error:
         complain(error)
-        return ENVIRONMENT
+        return code_of(error)
     return OK
+
+
+def code_of(error: LocalError) -> int:
+    """The exit code that tells whose turn it is."""
+    from tandem.local.errors import ProcessDied, ResourceError
+
+    match error:
+        case ResourceError():
+            return USAGE
+        case ProcessDied():
+            return FAILURE
+        case _:
+            return ENVIRONMENT
 
 
 def plan_or_complain(arguments: argparse.Namespace) -> LocalPlan | int:
     """The plan that the flags ask for, or the exit code after saying why there is none."""
     from tandem.api import InvalidResource
     from tandem.cli.console import err
-    from tandem.engine import EngineError, detect
+    from tandem.engine import MachineError, detect
     from tandem.local.errors import LocalError
     from tandem.local.plan import make_plan, read_endpoint
 
@@ -104,9 +118,15 @@ def plan_or_complain(arguments: argparse.Namespace) -> LocalPlan | int:
     except OSError as error:
         complain(f"{error.filename or arguments.file}: {error.strerror}")
         return USAGE
-    except (LocalError, EngineError, ValueError) as error:
+    except LocalError as error:
+        complain(error)
+        return code_of(error)
+    except MachineError as error:
         complain(error)
         return ENVIRONMENT
+    except ValueError as error:
+        complain(error)
+        return USAGE
 
 
 async def _up(plan: LocalPlan) -> None:

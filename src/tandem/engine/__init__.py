@@ -2,7 +2,7 @@
 
 from tandem.engine.args import flag_value, flag_values, has_flag, int_value, merge_args, switch, without
 from tandem.engine.detect import detect
-from tandem.engine.errors import EngineError
+from tandem.engine.errors import EngineError, MachineError
 from tandem.engine.kv_transfer import (
     KV_LEASE_SECONDS,
     Accelerator,
@@ -25,6 +25,7 @@ __all__ = [
     "EnginePlan",
     "EnginePorts",
     "Machine",
+    "MachineError",
     "choose_connector",
     "detect",
     "engine_count",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tandem.engine.errors import EngineError
+from tandem.engine.errors import MachineError
 from tandem.engine.kv_transfer import Accelerator
 from tandem.engine.machine import Core, Machine
 
@@ -50,7 +50,7 @@ def detect(
     """This machine, as far as this process may use it.
 
     `python` runs vLLM; `affinity` is the set of logical CPUs that may be used (None: this process's own).
-    Raises EngineError when `python` has no vLLM.
+    Raises MachineError when `python` has no vLLM.
     """
     accelerator = _accelerator(python, run)
     groups = _cgroups(sysfs, proc)
@@ -76,7 +76,7 @@ def _accelerator(python: str, run: Run) -> Accelerator:
         return "cpu"
     if "vllm" in builds:
         return "cuda"
-    raise EngineError(
+    raise MachineError(
         f"{python} has no vLLM. `make setup` installs its CPU build; or name an interpreter that has it."
     )
 
@@ -175,7 +175,7 @@ def _memory_left(group: Path) -> int | None:
 def _memory_of_machine(proc: Path) -> int:
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(proc / "meminfo") or "", flags=re.MULTILINE)
     if match is None:
-        raise EngineError(
+        raise MachineError(
             f"{proc / 'meminfo'} does not say how much memory is available; Tandem needs Linux."
         )
     return int(match[1]) * 1024

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from tandem.engine.errors import EngineError
+from tandem.engine.errors import MachineError
 from tandem.engine.kv_transfer import Accelerator
 
 
@@ -70,12 +70,12 @@ def share_cores(machine: Machine, engines: int) -> CoreShares:
 def share_gpus(machine: Machine, needs: Sequence[tuple[str, int]]) -> tuple[tuple[str, ...], ...]:
     """The GPUs of each engine, from (engine name, GPUs it needs) in order.
 
-    Raises EngineError when there are too few.
+    Raises MachineError when there are too few.
     """
     total = sum(count for _, count in needs)
     if total > len(machine.gpus):
         wanted = ", ".join(f"{name} {count}" for name, count in needs)
-        raise EngineError(
+        raise MachineError(
             f"the endpoint needs {_count(total, 'GPU')} ({wanted}: tensor × pipeline parallel size each) and "
             f"this machine has {len(machine.gpus)}. Lower --tensor-parallel-size, --pipeline-parallel-size "
             "or the replicas" + ("." if machine.gpus else ", or install vLLM's CPU build.")

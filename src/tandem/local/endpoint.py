@@ -41,7 +41,7 @@ class RunningEndpoint:
         self.processes = processes
 
     async def died(self) -> None:
-        """Return never; raise LocalError as soon as one process ends."""
+        """Return never; raise ProcessDied as soon as one process ends."""
         deaths = [asyncio.create_task(p.died()) for p in self.processes]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -53,7 +53,7 @@ class RunningEndpoint:
             await asyncio.gather(*deaths, return_exceptions=True)
 
     async def while_alive(self, work: Coroutine[Any, Any, None], *, within: float | None = None) -> None:
-        """Run some work. Raises LocalError when a process ends first, TimeoutError after `within` seconds."""
+        """Run some work; ProcessDied when a process ends first, TimeoutError after `within` seconds."""
         working, death = asyncio.ensure_future(work), asyncio.create_task(self.died())
         try:
             async with asyncio.timeout(within):
@@ -72,7 +72,7 @@ async def running(
 ) -> AsyncIterator[RunningEndpoint]:
     """Start a plan; the block runs once a canary has gone through every path. Stops all on the way out.
 
-    Raises LocalError when a process dies first, with the cause from its log, or on time-out.
+    Raises ProcessDied when a process ends first, with the cause from its log; LocalError on time-out.
     """
     async with reaper() as guard:
         processes: list[Process] = []

@@ -27,7 +27,7 @@ from tandem.engine import (
 )
 from tandem.local import paths
 from tandem.local.builtin import builtin_model
-from tandem.local.errors import LocalError
+from tandem.local.errors import ResourceError
 from tandem.local.fields import without_local_meaning
 from tandem.local.ports import engine_ports, require_free
 from tandem.local.process import ProcessSpec
@@ -121,7 +121,7 @@ def make_plan(
     """
     spec = endpoint.spec
     if spec.pd_spec is None:
-        raise LocalError("spec.pdSpec is missing: `tandem up` runs disaggregated endpoints.")
+        raise ResourceError("spec.pdSpec is missing: `tandem up` runs disaggregated endpoints.")
 
     def builtin() -> Path:
         on_convert()

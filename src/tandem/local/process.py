@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.local import launch
-from tandem.local.errors import LocalError
+from tandem.local.errors import LocalError, ProcessDied
 
 _STOP_SECONDS = 10.0
 # Lines of a log that name the cause of a death, best first: an exception's last line, an error record.
@@ -76,10 +76,10 @@ class Process:
         return self._child.returncode is None
 
     async def died(self) -> None:
-        """Return never; raise LocalError with the log's own words when the process ends."""
+        """Return never; raise ProcessDied with the log's own words when the process ends."""
         code = await self._child.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise LocalError(f"{self.spec.name} {how}: {cause_of_death(self.log)}\nIts log: {self.log}")
+        raise ProcessDied(f"{self.spec.name} {how}: {cause_of_death(self.log)}\nIts log: {self.log}")
 
     async def stop(self, *, patience: float = _STOP_SECONDS) -> None:
         """End the process and its children: SIGTERM, then SIGKILL after `patience` seconds."""

@@ -8,14 +8,14 @@ from pathlib import Path, PurePosixPath
 from tandem.api import Endpoint, Role
 from tandem.engine import model_argument, role_args
 from tandem.local.builtin import MODEL_ID
-from tandem.local.errors import LocalError
+from tandem.local.errors import ResourceError
 
 
 def find_model(endpoint: Endpoint, override: Path | None, builtin: Callable[[], Path]) -> Path:
     """The model's folder: `--model` of the command line, else what the resource names.
 
     The resource can name it by a kubernetesVolume's hostPath, by `--model PATH` in worker.args where
-    PATH exists here, or by the Hugging Face id of the built-in model. Raises LocalError with the field
+    PATH exists here, or by the Hugging Face id of the built-in model. Raises ResourceError with the field
     path and the way out.
     """
     if override is not None:
@@ -30,7 +30,7 @@ def find_model(endpoint: Endpoint, override: Path | None, builtin: Callable[[], 
     hub = source.hugging_face_model
     if isinstance(hub, dict) and hub.get("modelId") == MODEL_ID:
         return builtin()
-    raise LocalError(
+    raise ResourceError(
         f"spec.modelSourceConfig: {source.model_source_type} is not read on one machine. Put the model "
         "into a folder and run `tandem up --model FOLDER`, or name it by a kubernetesVolume with a hostPath."
     )
@@ -41,12 +41,12 @@ def _in_host_path(endpoint: Endpoint, named: str | None) -> Path:
     volumes = endpoint.spec.kubernetes.volumes if endpoint.spec.kubernetes else ()
     volume = next((v for v in volumes if v.name == mount.name), None)
     if volume is None:
-        raise LocalError(
+        raise ResourceError(
             f"spec.kubernetes.volumes: no volume is named {mount.name!r}, "
             "the name in spec.worker.modelVolumeMount.name."
         )
     if volume.host_path is None:
-        raise LocalError(
+        raise ResourceError(
             f"spec.kubernetes.volumes: volume {mount.name!r} is no hostPath, "
             "the only kind that one machine has."
         )
@@ -56,7 +56,7 @@ def _in_host_path(endpoint: Endpoint, named: str | None) -> Path:
     try:
         inside = PurePosixPath(named).relative_to(mount.mount_path)
     except ValueError:
-        raise LocalError(
+        raise ResourceError(
             f"spec.worker.args: --model {named} does not lie under "
             f"spec.worker.modelVolumeMount.mountPath ({mount.mount_path})."
         ) from None
@@ -65,8 +65,8 @@ def _in_host_path(endpoint: Endpoint, named: str | None) -> Path:
 
 def _checked(folder: Path, where: str) -> Path:
     if not folder.is_dir():
-        raise LocalError(f"{where}: {folder} is not a folder on this machine.")
+        raise ResourceError(f"{where}: {folder} is not a folder on this machine.")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise LocalError(f"{where}: {folder} has no {name}; it must be a Hugging Face model folder.")
+            raise ResourceError(f"{where}: {folder} has no {name}; it must be a Hugging Face model folder.")
     return folder.resolve()
