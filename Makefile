@@ -7,6 +7,8 @@ VENV_BIN := .venv/bin
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@echo "Settings: PYTHON=python3.12 (the Python of .venv), ARGS='--port 8001' (of demo),"
+	@echo "VLLM_PYTHON=PATH (a vLLM that is installed already), PIP_EXTRA_INDEX_URL=URL (for torch's CPU build)"
 
 setup: ## Set up .venv: the engines for CPU, and Tandem
 	@$(PYTHON) scripts/setup.py
@@ -15,7 +17,7 @@ dev:
 	@$(PYTHON) scripts/setup.py --dev
 
 demo: setup ## Prove disaggregation on this machine with real engines
-	@$(VENV_BIN)/tandem demo
+	@$(VENV_BIN)/tandem demo $(ARGS)
 
 test: dev ## Run the tests (unit tests and one shared pair of real engines)
 	$(VENV_BIN)/python -m pytest -m "not slow"

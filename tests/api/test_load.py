@@ -186,9 +186,14 @@ def test_a_merge_key_may_bring_what_is_given_again() -> None:
     assert pd.decoding_spec.args == ("--seed", "1")
 
 
+def test_yaml_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(InvalidResource, match="nested too deeply"):
+        parse_endpoint("[" * 5000, source="x.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "held"),
-    [("", "none"), ("kind: Pod\n", "none"), ("just text", "none"), (f"{NVME}---\n{S3}", "2")],
+    [("", "nothing"), ("kind: Pod\n", "Pod"), ("just text", "no object"), (f"{NVME}---\n{S3}", "2")],
 )
 def test_a_file_without_one_endpoint_is_refused(text: str, held: str) -> None:
     (problem,) = problems(text)

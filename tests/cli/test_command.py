@@ -37,7 +37,7 @@ def test_its_version_is_the_distributions(tandem_command: Tandem) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "the following arguments are required: COMMAND"),
+        ([], "run an endpoint on this machine"),
         (["downn"], "invalid choice: 'downn'"),
         (["up", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["router", "--decode", "http://d"], "argument --decode: 'http://d' needs a host and a port"),

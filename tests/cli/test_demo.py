@@ -74,8 +74,12 @@ def fake_prove(monkeypatch: pytest.MonkeyPatch, outcome: Proof | Exception) -> N
     [
         (ProofError("nothing to prove"), 1, "nothing to prove"),
         (RequestFailed("http://r answered HTTP 500"), 1, "http://r answered HTTP 500"),
-        (httpx.ConnectError("refused"), 3, "http://r cannot be reached: refused"),
-        (httpx.ReadTimeout(""), 3, "http://r cannot be reached: ReadTimeout"),
+        (
+            httpx.ConnectError("refused"),
+            3,
+            "http://r cannot be reached: refused. Start one with `tandem up`.",
+        ),
+        (httpx.ReadTimeout(""), 3, "http://r cannot be reached: ReadTimeout. Start one with `tandem up`."),
         (httpx.InvalidURL("Invalid port: 'x'"), 2, "--url http://r: Invalid port: 'x'"),
     ],
 )
@@ -142,7 +146,7 @@ def test_json_is_alone_on_stdout(
     fake_prove(monkeypatch, proved())
     done = tandem_command("demo", "-f", manifest, "--model", model, "--json")
     assert json.loads(done.out)["shots"][0]["engine_tokens"] == 7
-    assert "no meaning on one machine: spec.loadBalancer" in done.err
+    assert "ignored on one machine: spec.loadBalancer" in done.err
 
 
 def test_an_endpoint_that_does_not_come_up_is_told(

@@ -40,7 +40,7 @@ def test_a_dry_run_prints_command_lines_that_could_be_typed(
         "up", "-f", manifest, "--model", model, "--vllm-python", "/gpu/bin/python", "--dry-run"
     )
     assert done.code == 0
-    assert "no meaning on one machine: spec.loadBalancer" in done.err
+    assert "ignored on one machine: spec.loadBalancer" in done.err
     lines = [x for x in done.out.splitlines() if x]
     assert lines[0] == "# prefill-0: http://127.0.0.1:8100, cores 0,1"
     assert lines[4] == "# router: http://127.0.0.1:8000"

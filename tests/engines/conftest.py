@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -135,5 +136,5 @@ async def always(smollm2: Up) -> AsyncIterator[str]:
         url = f"http://127.0.0.1:{server.port}"
         async with httpx.AsyncClient(trust_env=False) as client:
             while (await client.get(f"{url}/ready")).status_code != 200:
-                pass
+                await asyncio.sleep(0.1)
         yield url

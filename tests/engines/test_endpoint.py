@@ -150,3 +150,10 @@ def test_the_readmes_curl_line_gets_an_answer(smollm2: Up) -> None:
         check=True,
     )
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_documented_client_works(smollm2: Up) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "local.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0].replace("http://127.0.0.1:8000", smollm2.url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Paris" in done.stdout

@@ -120,7 +120,7 @@ async def test_the_block_runs_once_the_router_is_ready_and_all_stops_after_it(bo
     all_wait = {
         "decode-0": "answering",
         "decode-1": "answering",
-        "router": "no canary has gone through yet",
+        "router": "sending canaries",
     }
     box.react = lambda doing: box.go.touch() if doing == all_wait else None
     async with box.running(ENGINE, ENGINE) as endpoint:
@@ -162,7 +162,9 @@ async def test_one_that_is_never_ready_is_given_up_with_where_to_look(box: Box) 
     with pytest.raises(LocalError) as error:
         async with box.running(ENGINE, timeout=0.2):
             pytest.fail("the block must not run")
-    assert str(error.value) == f"The endpoint was not ready after 0.2 s; see the logs in {box.logs}."
+    assert str(error.value) == (
+        f"The endpoint was not ready after 0.2 s: no canary has gone through yet. Logs: {box.logs}"
+    )
     assert box.all_gone()
 
 

@@ -6,6 +6,8 @@ import argparse
 import copy
 import json
 import shlex
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +123,13 @@ def test_the_engines_template_settings_reach_the_router(model: Path, machine: Ma
     assert (router.default_chat_template_kwargs, router.max_model_len) == ('{"a": 1}', 4000)
 
 
-def test_a_tokenizer_that_lies_elsewhere_is_not_looked_for(model: Path, machine: Machine) -> None:
+def test_with_a_tokenizer_that_lies_elsewhere_engines_count(model: Path, machine: Machine) -> None:
+    """The model's own would give other counts."""
     raw = yaml.safe_load(NVME)
     raw["spec"]["worker"]["args"] = ["--tokenizer", "org/tokenizer"]
-    assert planned(raw, machine, model=model).router.tokenizer is None
+    plan = planned(raw, machine, model=model)
+    assert (plan.router.tokenizer, plan.router.model_path) == (None, None)
+    assert any("org/tokenizer" in note and "engines count" in note for note in plan.notes)
 
 
 def test_the_builtin_model_is_prepared_with_a_word(
@@ -133,8 +138,8 @@ def test_the_builtin_model_is_prepared_with_a_word(
     asked: list[tuple[Path, str]] = []
     told: list[str] = []
 
-    def builtin_model(cache: Path, python: str) -> Path:
-        assert told == ["converting"]
+    def builtin_model(cache: Path, python: str, *, on_convert: Callable[[], None]) -> Path:
+        on_convert()
         asked.append((cache, python))
         return model
 
@@ -143,7 +148,17 @@ def test_the_builtin_model_is_prepared_with_a_word(
     made = make_plan(endpoint, raw, machine, "python", on_convert=lambda: told.append("converting"))
     assert asked == [(home / "models", machine.python)]
     assert made.model == model
+    assert told == ["converting"]
     assert endpoint.spec.model_source_config.hugging_face_model["modelId"] == MODEL_ID
+
+
+def test_a_plan_to_look_at_converts_nothing_and_asks_for_no_port(machine: Machine, home: Path) -> None:
+    endpoint, raw = read_endpoint(None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        made = make_plan(endpoint, raw, machine, "python", port=port, dry=True)
+    assert made.model.parent == home / "models"
+    assert not made.model.exists()
 
 
 def test_the_builtin_endpoint_is_the_example_and_uses_all_it_says() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tandem.local import ports
 from tandem.local.errors import LocalError
 from tandem.local.ports import engine_ports, require_free
 
@@ -32,6 +38,37 @@ def test_an_address_that_is_not_this_machines_is_told() -> None:
         require_free(8000, "203.0.113.1")
 
 
+@pytest.fixture(autouse=True)
+def _own_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ports claimed in a test are claimed for that test only, and not before the rest of the machine."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ports, "_claimed", claimed := [])
+    yield
+    for file in claimed:
+        file.close()
+
+
+def test_a_port_that_another_process_has_claimed_is_not_given(tmp_path: Path) -> None:
+    """Its engine will bind it only half a minute later."""
+    code = (
+        "from tandem.local.ports import engine_ports; ports = engine_ports(1, '127.0.0.1')[0]\n"
+        "print(ports.http, ports.side_channel, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        theirs = {int(port) for port in other.stdout.readline().split()}
+        mine = engine_ports(2, HOST)
+        assert not theirs & {p for e in mine for p in (e.http, e.side_channel)}
+        other.communicate("\n")
+    assert theirs & {p for e in engine_ports(2, HOST) for p in (e.http, e.side_channel)}
+
+
 def test_engines_get_different_free_ports_and_skip_taken_ones() -> None:
     first = engine_ports(1, HOST)[0]
     with socket.create_server((HOST, first.http)), socket.create_server((HOST, first.side_channel)):
@@ -43,10 +80,11 @@ def test_engines_get_different_free_ports_and_skip_taken_ones() -> None:
 
 
 def test_engines_leave_the_routers_port_alone() -> None:
-    first, second = engine_ports(2, HOST)
-    assert engine_ports(1, HOST, but={first.http}) == [
-        type(first)(http=second.http, side_channel=first.side_channel)
-    ]
+    first, second, third = engine_ports(3, HOST)
+    for file in ports._claimed:
+        file.close()
+    (given,) = engine_ports(1, HOST, but={first.http, second.http})
+    assert (given.http, given.side_channel) == (third.http, first.side_channel)
 
 
 def test_a_machine_without_free_ports_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

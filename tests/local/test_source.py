@@ -91,7 +91,8 @@ def test_a_model_outside_the_mount_is_told() -> None:
 
 def test_a_folder_that_is_not_there_is_told_with_who_named_it(tmp_path: Path) -> None:
     assert refusal(endpoint(NVME)) == (
-        "spec.kubernetes.volumes: /opt/dlami/nvme/Llama-3.3-70B-Instruct is not a folder on this machine."
+        "spec.kubernetes.volumes: /opt/dlami/nvme/Llama-3.3-70B-Instruct is not a folder on this machine. "
+        "Models are not downloaded; put one there first."
     )
     assert refusal(endpoint(NVME), tmp_path / "none").startswith("--model: ")
 

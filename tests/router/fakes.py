@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tandem.http import Request, Responder, Server, serve
+from tandem.prompt import PromptCounter, Tokens
 
 JSON = [(b"content-type", b"application/json")]
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -30,17 +31,19 @@ class Seen:
 
     @property
     def is_canary(self) -> bool:
-        return self.headers.get("x-request-id", "").startswith("canary-")
+        return self.headers.get("x-tandem-canary") == "1"
 
 
 @dataclass
 class FakeEngine:
-    """Answers like vLLM with a NixlConnector. `on_generate` may take over a request that is no canary:
-    it returns True when it has answered."""
+    """Answers like vLLM with a NixlConnector. `on_generate` may take over a request that is no canary: it
+    returns True when it has answered. `refuses` makes it answer 500, canaries included."""
 
     name: str
     server: Server | None = None
     seen: list[Seen] = field(default_factory=list)
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
+    refuses: Callable[[Seen], bool] = lambda seen: False
     tokens: Callable[[dict[str, Any]], int] = lambda body: len(str(body.get("prompt", body.get("messages"))))
     on_generate: Callable[[FakeEngine, Seen, Responder], Any] | None = None
     max_model_len: int = 100_000
@@ -73,7 +76,8 @@ class FakeEngine:
                 card = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
                 responder.send(200, JSON, json.dumps({"object": "list", "data": [card]}).encode())
             case "/tokenize":
-                count = self.tokens(json.loads(request.body))
+                self.tokenized.append(json.loads(request.body))
+                count = self.tokens(self.tokenized[-1])
                 responder.send(200, JSON, json.dumps({"count": count, "tokens": [0] * count}).encode())
             case "/v1/completions" | "/v1/chat/completions":
                 await self._generate(request, responder)
@@ -94,6 +98,9 @@ class FakeEngine:
 
     def answer(self, seen: Seen, responder: Responder) -> None:
         """What a healthy engine answers."""
+        if self.refuses(seen):
+            responder.send(500, JSON, b'{"error":{"message":"cannot"}}')
+            return
         kv = seen.kv or {}
         if kv.get("do_remote_decode"):
             responder.send(200, JSON, json.dumps(self.prefill_reply(seen)).encode())
@@ -107,7 +114,7 @@ class FakeEngine:
             responder.start(200, SSE)
             for text in self.chunks:
                 responder.write(chunk(text))
-            responder.write(b"data: [DONE]\n\n")
+            responder.write(DONE)
             responder.finish()
         else:
             responder.send(200, JSON, json.dumps(completion("".join(self.chunks))).encode())
@@ -124,6 +131,54 @@ class FakeEngine:
             "remote_port": 5600,
         }
         return reply
+
+
+OnGenerate = Callable[[FakeEngine, Seen, Responder], Any]
+
+
+def reads_kv(seen: Seen) -> bool:
+    return bool((seen.kv or {}).get("do_remote_prefill"))
+
+
+def broken(status: int) -> OnGenerate:
+    """An engine that answers every client with an error status."""
+
+    def answer(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        responder.send(status, JSON, json.dumps({"error": {"message": f"engine says {status}"}}).encode())
+        return True
+
+    return answer
+
+
+async def hang(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+    """An engine that never answers."""
+    await asyncio.Event().wait()
+    return True
+
+
+def streams(*pieces: bytes, whole: bool = True, then_hangs: bool = False) -> OnGenerate:
+    """An engine whose stream comes in these pieces, one read of the router each."""
+
+    async def answer(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        responder.start(200, SSE)
+        for piece in pieces:
+            responder.write(piece)
+            for _ in range(4):  # router and engine share a loop: it reads meanwhile
+                await asyncio.sleep(0)
+        if then_hangs:
+            await asyncio.Event().wait()
+        if whole:
+            responder.finish()
+        else:
+            responder.abort()
+        return True
+
+    return answer
+
+
+DONE = b"data: [DONE]\n\n"
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+ERROR = b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n'
 
 
 def chunk(text: str) -> bytes:
@@ -152,6 +207,28 @@ async def engines(*fakes: FakeEngine) -> AsyncIterator[None]:
         for fake in fakes:
             if fake.server is not None:
                 await fake.server.close()
+
+
+class _LocalCounter:
+    def __init__(self, off: int, fails: Exception | None) -> None:
+        self.off = off
+        self.fails = fails
+
+    def chat(self, body: Mapping[str, Any]) -> Tokens:
+        return self._count(body.get("messages"))
+
+    def completion(self, body: Mapping[str, Any]) -> Tokens:
+        return self._count(body.get("prompt"))
+
+    def _count(self, prompt: object) -> Tokens:
+        if self.fails is not None:
+            raise self.fails
+        return Tokens([7] * (len(str(prompt)) + self.off))
+
+
+def local_counter(off: int = 0, fails: Exception | None = None) -> PromptCounter:
+    """Stands for a counter that counts as the fake engines do, off by a number, or cannot."""
+    return cast(PromptCounter, _LocalCounter(off, fails))
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:

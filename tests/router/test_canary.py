@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tandem.config import RouterConfig
 from tandem.http import Client, Request, Responder, serve
-from tandem.prompt import NotExact, PromptCounter
-from tandem.router.body import Body
 from tandem.router.canary import Prober
-from tandem.router.classify import Api
 from tandem.router.connectors import Nixl
-from tandem.router.counting import Count, Counter
+from tandem.router.counting import Counter
 from tandem.router.discovery import Member
 from tandem.router.engines import Engine, EngineRole, Fleet, State
 from tandem.router.legs import Legs
 
-from .fakes import JSON, FakeEngine, Seen, completion, engines, eventually
+from .fakes import JSON, FakeEngine, Seen, completion, engines, eventually, reads_kv
 
 PATIENCE = 0.05
 
 
 @dataclass
 class Subject(FakeEngine):
-    """A fake engine whose health and canaries can be made to fail."""
+    """A fake engine whose health and canaries can be made to fail or to take their time."""
 
     health: str = "fine"
     models: bytes | None = None
-    refuses: Callable[[Seen], bool] = lambda seen: False
     hold: asyncio.Event | None = None
+    held: asyncio.Event = field(default_factory=asyncio.Event)
     visits: int = 0
-    tokenized: list[dict[str, Any]] = field(default_factory=list)
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         match request.path:
@@ -53,17 +46,10 @@ class Subject(FakeEngine):
             case "/v1/models" if self.models is not None:
                 responder.send(200, JSON, self.models)
                 return
-            case "/tokenize":
-                self.tokenized.append(json.loads(request.body))
-            case _ if self.hold is not None:
+            case "/v1/completions" if self.hold is not None:
+                self.held.set()
                 await self.hold.wait()
         await super()._answer(request, responder)
-
-    def answer(self, seen: Seen, responder: Responder) -> None:
-        if self.refuses(seen):
-            responder.send(500, JSON, b'{"error":{"message":"cannot"}}')
-        else:
-            super().answer(seen, responder)
 
     async def die(self) -> None:
         assert self.server is not None
@@ -75,39 +61,39 @@ class Subject(FakeEngine):
         self.server = await serve(self, "127.0.0.1", self.server.port)
 
 
-def reads_kv(seen: Seen) -> bool:
-    return bool((seen.kv or {}).get("do_remote_prefill"))
+class HastyLegs(Legs):
+    """Legs that lose patience soon with an engine that is silent when asked for its health."""
 
-
-class QuickLegs(Legs):
-    """Legs that lose patience soon."""
-
-    async def call(self, *arguments: Any, head_timeout: float = PATIENCE, **options: Any) -> bytes:
-        return await super().call(*arguments, head_timeout=min(head_timeout, PATIENCE), **options)
+    async def call(self, engine: Engine, method: str, path: str, *rest: Any, **options: Any) -> bytes:
+        if path == "/health":
+            options["head_timeout"] = PATIENCE
+        return await super().call(engine, method, path, *rest, **options)
 
 
 class Members:
     """A discovery source whose members a test sets."""
 
     def __init__(self) -> None:
-        self.changes: asyncio.Queue[frozenset[Member]] = asyncio.Queue()
+        self.changes: asyncio.Queue[frozenset[Member] | Exception] = asyncio.Queue()
 
     async def watch(self) -> AsyncIterator[frozenset[Member]]:
         while True:
-            yield await self.changes.get()
+            change = await self.changes.get()
+            if isinstance(change, Exception):
+                raise change
+            yield change
 
 
 class Probed:
     """A prober at work on fake engines, and the fleet that it keeps."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, local: PromptCounter | None = None) -> None:
+    def __init__(self, prefill: int = 1, decode: int = 1, legs: type[Legs] = Legs) -> None:
         self.prefill = [Subject(f"p{i}") for i in range(prefill)]
         self.decode = [Subject(f"d{i}") for i in range(decode)]
         self.members = Members()
         self.fleet = Fleet()
         self.client = Client()
-        self.legs: Legs = QuickLegs(self.client, RouterConfig(decode=("http://127.0.0.1:1",)))
-        self.counter = Counter(local, self.legs, self.fleet)
+        self.legs = legs(self.client, RouterConfig(decode=("http://127.0.0.1:1",)))
 
     def announce(self, *extra: Member, without: Subject | None = None) -> None:
         prefill = [Member(e.url, EngineRole.PREFILL) for e in self.prefill if e is not without]
@@ -139,7 +125,7 @@ async def probe() -> AsyncIterator[Callable[..., Any]]:
                 probed.members,
                 probed.fleet,
                 probed.legs,
-                probed.counter,
+                Counter(None, probed.legs, probed.fleet),
                 Nixl,
                 waiting_interval=0.001,
                 ready_interval=0.002,
@@ -232,13 +218,7 @@ async def test_a_prefiller_whose_kv_the_decoder_cannot_read_is_not_used(probe: A
     await until(probed.pairs)
 
 
-@pytest.mark.parametrize(
-    "which",
-    [
-        0,
-        1,
-    ],
-)
+@pytest.mark.parametrize("which", [0, 1])
 async def test_one_decoder_that_cannot_read_does_not_keep_a_prefiller_from_another(
     probe: Any, which: int
 ) -> None:
@@ -308,22 +288,62 @@ async def test_a_prefiller_that_dies_and_comes_back_is_proved_anew_before_it_get
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("health", ["hangs", "fails"])
-async def test_an_engine_deep_in_work_that_does_not_answer_is_not_given_up(
-    probe: Any, role: str, health: str
-) -> None:
-    probed = Probed()
+async def test_an_engine_deep_in_work_that_does_not_answer_is_not_given_up(probe: Any, role: str) -> None:
+    probed = Probed(legs=HastyLegs)
     await probe(probed)
     await until(probed.pairs)
     (subject,) = getattr(probed, role)
-    subject.health = health
+    subject.health = "hangs"
     await visited(subject)
     assert probed.ready(subject)
     assert probed.pairs() == {("p0", "d0")}
 
 
-async def test_an_engine_that_does_not_answer_while_it_starts_is_waited_for(probe: Any) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_says_it_is_not_well_is_not_used_until_it_is(probe: Any, role: str) -> None:
     probed = Probed()
+    await probe(probed)
+    await until(probed.pairs)
+    (subject,) = getattr(probed, role)
+    subject.health = "fails"
+    await until(lambda: not probed.ready(subject))
+    assert "/health answered HTTP 503" in (probed.fleet.missing or "")
+    subject.seen.clear()
+    subject.health = "fine"
+    await until(probed.pairs)
+    assert subject.seen, "it is proved anew"
+
+
+@pytest.mark.parametrize("event", ["prefiller lost", "decoder lost", "decoder removed"])
+async def test_a_pair_that_loses_an_engine_during_its_canary_is_not_proved(probe: Any, event: str) -> None:
+    probed = Probed()
+    (prefiller,), (decoder,) = probed.prefill, probed.decode
+    prefiller.hold = asyncio.Event()
+    await probe(probed)
+    await prefiller.held.wait()
+    decoder.hold, decoder.held = asyncio.Event(), asyncio.Event()
+    prefiller.hold.set()
+    await decoder.held.wait()  # it is asked to read the KV, and has not answered
+    pair = probed.of(prefiller), probed.of(decoder)
+
+    # Every later canary fails, so a proof could only come from this one.
+    canary = prefiller.seen[-1].body["prompt"]
+    prefiller.refuses = decoder.refuses = lambda seen: seen.body["prompt"] != canary
+    if event == "decoder removed":
+        probed.announce(without=decoder)
+        await until(lambda: len(probed.fleet.engines) == 1)
+    else:
+        probed.fleet.lost(probed.of(decoder if event == "decoder lost" else prefiller), "lost by a request")
+    decoder.hold.set()
+    await until(lambda: any(s.body["prompt"] == canary for s in decoder.seen))
+    await visited(prefiller)
+    assert not probed.fleet.is_proved(*pair)
+    assert probed.pairs() == set()
+    assert not probed.ready(prefiller)
+
+
+async def test_an_engine_that_does_not_answer_while_it_starts_is_waited_for(probe: Any) -> None:
+    probed = Probed(legs=HastyLegs)
     probed.decode[0].health = "hangs"
     await probe(probed)
     await visited(probed.decode[0], 2)
@@ -366,6 +386,20 @@ async def test_an_engine_that_discovery_takes_away_is_used_and_looked_at_no_more
     assert probed.pairs() == {("p0", "d1")}
 
 
+async def test_discovery_that_fails_is_watched_again_and_what_is_known_stays_in_use(
+    probe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    probed = Probed(decode=2)
+    await probe(probed)
+    await until(lambda: len(probed.pairs()) == 2)
+    probed.members.changes.put_nowait(OSError("no such host"))
+    await until(lambda: "discovery failed" in caplog.text)
+    assert "no such host" in caplog.text
+    assert len(probed.pairs()) == 2
+    probed.announce(without=probed.decode[0])
+    await until(lambda: probed.pairs() == {("p0", "d1")})
+
+
 async def test_another_engine_at_the_same_address_is_proved_as_a_new_one(probe: Any) -> None:
     probed = Probed()
     await probe(probed)
@@ -375,58 +409,3 @@ async def test_another_engine_at_the_same_address_is_proved_as_a_new_one(probe: 
     probed.announce(Member(decoder.url, EngineRole.DECODE, uid="second"), without=decoder)
     await until(lambda: old not in probed.fleet.engines and probed.pairs())
     assert len(decoder.seen) == canaries + 2
-
-
-class Local:
-    """Stands for a PromptCounter that counts as the fake engines do, off by a number."""
-
-    def __init__(self, off: int, not_exact: bool = False) -> None:
-        self.off = off
-        self.not_exact = not_exact
-
-    def chat(self, body: Mapping[str, Any]) -> SimpleNamespace:
-        if self.not_exact:
-            raise NotExact("model")
-        return self._count(body["messages"])
-
-    def completion(self, body: Mapping[str, Any]) -> SimpleNamespace:
-        return self._count(body["prompt"])
-
-    def _count(self, prompt: object) -> SimpleNamespace:
-        return SimpleNamespace(count=len(str(prompt)) + self.off)
-
-
-async def counted(probe: Any, local: Local) -> tuple[Probed, Count]:
-    probed = Probed(local=cast(PromptCounter, local))
-    await probe(probed)
-    await until(probed.pairs)
-    return probed, await probed.counter.count(Api.COMPLETIONS, Body.parse(b'{"prompt": "abcde"}'))
-
-
-async def test_counts_that_agree_with_the_engines_are_made_here(
-    probe: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    probed, count = await counted(probe, Local(0))
-    assert count == Count(5, "local")
-    assert len(probed.decode[0].tokenized) == 2, "one of each kind was compared"
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-async def test_counts_that_differ_from_the_engines_are_made_by_it_and_an_error_says_so(
-    probe: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    probed, count = await counted(probe, Local(1))
-    assert count == Count(5, "engine")
-    assert probed.decode[0].tokenized[-1] == {"prompt": "abcde"}
-    (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert "token counts differ for /v1/completions" in error.getMessage()
-    assert probed.decode[0].url in error.getMessage()
-    assert "--tokenizer" in error.getMessage()
-
-
-async def test_what_cannot_be_counted_here_is_not_compared(
-    probe: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, count = await counted(probe, Local(0, not_exact=True))
-    assert count == Count(5, "local")
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.http import Origin
 from tandem.router.engines import Engine, EngineRole, Fleet, State
 
 PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
+
+
+def engine(name: str, role: EngineRole) -> Engine:
+    return Engine(f"http://{name}:1", role, Origin.parse(f"http://{name}:1"))
 
 
 class Box:
@@ -19,9 +28,16 @@ class Box:
         self.d0, self.d1 = self.add("d0", DECODE), self.add("d1", DECODE)
 
     def add(self, name: str, role: EngineRole) -> Engine:
-        engine = Engine(f"http://{name}:1", role, Origin.parse(f"http://{name}:1"))
-        self.fleet.add(engine)
-        return engine
+        added = engine(name, role)
+        self.fleet.add(added)
+        return added
+
+    def decoders_ready(self, *decoders: Engine) -> None:
+        for decoder in decoders:
+            self.fleet.prove_decoder(decoder, [])
+
+    def prove(self, prefiller: Engine, decoder: Engine) -> bool:
+        return self.fleet.prove_pair(prefiller, decoder, self.fleet.pair(prefiller, decoder))
 
 
 @pytest.fixture
@@ -29,22 +45,20 @@ def box() -> Box:
     return Box()
 
 
-def ready(*engines: Engine) -> None:
-    for engine in engines:
-        engine.state = State.READY
-
-
-def test_an_engine_is_not_in_use_until_it_is_ready(box: Box) -> None:
+def test_an_engine_is_not_in_use_until_it_is_proved(box: Box) -> None:
     assert box.fleet.ready(DECODE) == []
-    ready(box.d1)
+    box.decoders_ready(box.d1)
     assert box.fleet.ready(DECODE) == [box.d1]
     assert box.fleet.of(DECODE) == [box.d0, box.d1]
+    assert box.fleet.ready(PREFILL) == []
+    assert box.prove(box.p0, box.d1)
+    assert box.fleet.ready(PREFILL) == [box.p0]
 
 
 def test_a_prefiller_serves_only_decoders_that_have_read_its_kv(box: Box) -> None:
-    ready(box.p0, box.p1, box.d0, box.d1)
-    box.fleet.prove(box.p0, box.d0)
-    box.fleet.prove(box.p1, box.d1)
+    box.decoders_ready(box.d0, box.d1)
+    box.prove(box.p0, box.d0)
+    box.prove(box.p1, box.d1)
     assert box.fleet.prefillers_for(box.d0) == [box.p0]
     assert box.fleet.prefillers_for(box.d1) == [box.p1]
     assert box.fleet.is_proved(box.p0, box.d0)
@@ -53,21 +67,45 @@ def test_a_prefiller_serves_only_decoders_that_have_read_its_kv(box: Box) -> Non
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])
 def test_a_lost_engine_takes_its_proofs_with_it(box: Box, lost: str) -> None:
-    ready(box.p0, box.p1, box.d0, box.d1)
+    box.decoders_ready(box.d0, box.d1)
     for prefiller in (box.p0, box.p1):
         for decoder in (box.d0, box.d1):
-            box.fleet.prove(prefiller, decoder)
-    engine: Engine = getattr(box, lost)
-    box.fleet.lost(engine, "gone")
-    assert (engine.state, engine.why) == (State.WAITING, "gone")
-    ready(engine)  # back, and not proved yet
+            box.prove(prefiller, decoder)
+    gone: Engine = getattr(box, lost)
+    box.fleet.lost(gone, "gone")
+    assert (gone.state, gone.why) == (State.WAITING, "gone")
+    if gone is box.d0:
+        box.decoders_ready(gone)  # back, and no pair of it is proved yet
+    else:
+        assert box.prove(gone, box.d1)  # back, and proved with one decoder
     assert box.fleet.prefillers_for(box.d0) == ([] if lost == "d0" else [box.p1])
-    assert box.fleet.prefillers_for(box.d1) == ([box.p1] if lost == "p0" else [box.p0, box.p1])
+    assert box.fleet.prefillers_for(box.d1) == [box.p0, box.p1]
+
+
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+@pytest.mark.parametrize("how", ["lost", "lost and back", "removed"])
+def test_a_proof_that_began_before_one_of_the_pair_was_lost_proves_nothing(
+    box: Box, lost: str, how: str
+) -> None:
+    box.decoders_ready(box.d0, box.d1)
+    begun = box.fleet.pair(box.p0, box.d0)
+    gone: Engine = getattr(box, lost)
+    if how == "removed":
+        box.fleet.remove(gone)
+    else:
+        box.fleet.lost(gone, "gone")
+    if how == "lost and back" and gone is box.d0:
+        box.decoders_ready(gone)
+    elif how == "lost and back":
+        assert box.prove(gone, box.d1)
+    assert not box.fleet.prove_pair(box.p0, box.d0, begun)
+    assert not box.fleet.is_proved(box.p0, box.d0)
+    assert box.fleet.prefillers_for(box.d0) == []
 
 
 def test_an_engine_that_is_removed_is_forgotten(box: Box) -> None:
-    ready(box.p0, box.d0)
-    box.fleet.prove(box.p0, box.d0)
+    box.decoders_ready(box.d0)
+    box.prove(box.p0, box.d0)
     box.fleet.remove(box.p0)
     assert box.p0 not in box.fleet.engines
     assert not box.fleet.is_proved(box.p0, box.d0)
@@ -80,26 +118,25 @@ def test_what_is_missing_is_told_engine_by_engine(box: Box) -> None:
     assert box.fleet.missing == (
         "no decode engine is ready: http://d0:1: cannot be reached; http://d1:1: not contacted yet"
     )
-    ready(box.d1)
+    box.decoders_ready(box.d0, box.d1)
     box.p0.why = box.p1.why = "answers"
     assert box.fleet.missing == "no prefill engine is ready: http://p0:1: answers; http://p1:1: answers"
-    ready(box.p1)
-    assert box.fleet.missing is not None, "ready alone, without a decoder that can read its KV"
-    box.fleet.prove(box.p1, box.d0)
-    assert box.fleet.missing is not None, "that decoder is not ready"
-    box.fleet.prove(box.p1, box.d1)
+    box.prove(box.p1, box.d0)
+    box.fleet.lost(box.d0, "gone")
+    assert box.fleet.missing is not None, "the decoder that can read its KV is not ready"
+    box.prove(box.p1, box.d1)
     assert box.fleet.missing is None
 
 
 def test_what_is_not_proved_yet_is_listed(box: Box) -> None:
-    ready(box.p0, box.d0, box.d1)
-    box.fleet.prove(box.p0, box.d0)
+    box.decoders_ready(box.d0, box.d1)
+    box.prove(box.p0, box.d0)
     box.p1.why = "answers"
     assert box.fleet.unproved == [
         "prefill http://p1:1: answers",
         "http://p0:1 with http://d1:1: no canary yet",
     ]
-    box.fleet.prove(box.p0, box.d1)
+    box.prove(box.p0, box.d1)
     box.fleet.remove(box.p1)
     assert box.fleet.unproved == []
 
@@ -107,19 +144,21 @@ def test_what_is_not_proved_yet_is_listed(box: Box) -> None:
 def test_without_prefillers_a_decoder_is_enough() -> None:
     fleet = Fleet()
     assert fleet.missing == "no decode engine is ready: none is configured"
-    decoder = Engine("http://d:1", DECODE, Origin.parse("http://d:1"))
+    decoder = engine("d", DECODE)
     fleet.add(decoder)
-    ready(decoder)
+    fleet.prove_decoder(decoder, [])
     assert fleet.missing is None
 
 
 def test_models_are_those_of_ready_decoders_each_once(box: Box) -> None:
-    box.d0.models = [{"id": "a", "max_model_len": 1}]
-    box.d1.models = [{"id": "a", "max_model_len": 2}, {"id": "b"}, {"object": "no id"}]
-    box.p0.models = [{"id": "prefiller's"}]
-    assert box.fleet.models == []
-    ready(box.p0, box.d0, box.d1)
+    assert (box.fleet.models, box.fleet.model_ids, box.fleet.max_model_len) == ([], frozenset(), None)
+    box.fleet.prove_decoder(box.d0, [{"id": "a", "max_model_len": 1}])
+    box.fleet.prove_decoder(box.d1, [{"id": "a", "max_model_len": 2}, {"id": "b"}, {"object": "no id"}])
     assert [m["id"] for m in box.fleet.models] == ["a", "b"]
+    assert box.fleet.model_ids == {"a", "b"}
+    assert box.fleet.max_model_len == 2
+    box.fleet.lost(box.d1, "gone")
+    assert (box.fleet.model_ids, box.fleet.max_model_len) == ({"a"}, 1)
 
 
 def test_a_request_is_in_flight_until_its_block_ends_in_whatever_way(box: Box) -> None:
@@ -128,3 +167,82 @@ def test_a_request_is_in_flight_until_its_block_ends_in_whatever_way(box: Box) -
     with pytest.raises(KeyError), box.d0.busy():
         raise KeyError
     assert box.d0.in_flight == 0
+
+
+@dataclass
+class Naive:
+    """A fleet told in the plainest way: answers are worked out from the facts, each time."""
+
+    members: list[Engine] = field(default_factory=list)
+    ready: set[Engine] = field(default_factory=set)
+    proved: set[tuple[Engine, Engine]] = field(default_factory=set)
+    models: dict[Engine, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def by_url(self, role: EngineRole, among: Any) -> list[Engine]:
+        return [e for e in sorted(self.members, key=lambda e: e.url) if e.role is role and e in among]
+
+    def forget(self, gone: Engine) -> None:
+        self.ready.discard(gone)
+        self.proved = {p for p in self.proved if gone not in p}
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "remove", "lost", "decoder", "begin", "end"]),
+        st.integers(0, 2),
+        st.integers(0, 2),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_a_fleet_answers_right_whatever_happened_to_it(steps: list[tuple[str, int, int]]) -> None:
+    fleet, naive = Fleet(), Naive()
+    engines = [engine(f"{role.value}{i}", role) for role in (DECODE, PREFILL) for i in (2, 0, 1)]
+    begun: dict[tuple[Engine, Engine], tuple[int, int]] = {}
+    spoilt: set[tuple[Engine, Engine]] = set()
+    for step, i, j in steps:
+        decoder, prefiller = engines[i], engines[3 + j]
+        chosen = engines[i + 3 * (j % 2)]
+        pair = (prefiller, decoder)
+        if step == "add" and chosen not in naive.members:
+            fleet.add(chosen)
+            naive.members.append(chosen)
+        elif step in ("remove", "lost") and chosen in naive.members:
+            if step == "remove":
+                fleet.remove(chosen)
+                naive.members.remove(chosen)
+            else:
+                fleet.lost(chosen, "lost")
+            naive.forget(chosen)
+            spoilt |= {p for p in begun if chosen in p}
+        elif step == "decoder" and decoder in naive.members:
+            naive.models[decoder] = [{"id": f"m{j}", "max_model_len": 10 * i + j}]
+            fleet.prove_decoder(decoder, naive.models[decoder])
+            naive.ready.add(decoder)
+        elif step == "begin" and decoder in naive.ready and prefiller in naive.members:
+            begun[pair] = fleet.pair(*pair)
+            spoilt.discard(pair)
+        elif step == "end" and pair in begun:
+            holds = pair not in spoilt
+            assert fleet.prove_pair(*pair, begun.pop(pair)) is holds
+            if holds:
+                naive.ready.add(prefiller)
+                naive.proved.add(pair)
+        decoders = naive.by_url(DECODE, naive.ready)
+        cards = {m["id"]: m for d in decoders for m in naive.models[d]}
+        assert fleet.ready(DECODE) == decoders
+        assert fleet.ready(PREFILL) == naive.by_url(PREFILL, naive.ready)
+        assert [fleet.of(r) for r in EngineRole] == [naive.by_url(r, naive.members) for r in EngineRole]
+        for d in engines[:3]:
+            readable = [p for p in naive.by_url(PREFILL, naive.ready) if (p, d) in naive.proved]
+            assert fleet.prefillers_for(d) == (readable if d in naive.ready else [])
+            assert all(fleet.is_proved(p, d) is ((p, d) in naive.proved) for p in engines[3:])
+        assert fleet.models == list(cards.values())
+        assert fleet.model_ids == cards.keys()
+        assert fleet.max_model_len == max((m["max_model_len"] for m in cards.values()), default=None)
+        serves = bool(decoders) and (
+            not naive.by_url(PREFILL, naive.members) or any(d in naive.ready for _, d in naive.proved)
+        )
+        assert (fleet.missing is None) is serves

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import httpx
 import pytest
 
 from tandem.http import Responder
+from tandem.router.classify import REFUSED_FIELDS, REFUSED_HEADERS
+from tandem.router.engines import EngineRole
 
-from .conftest import Start
-from .fakes import JSON, SSE, FakeEngine, Seen, chunk, eventually
-
-SHORT = {"model": "m", "prompt": "hi", "max_tokens": 8}
-LONG = {"model": "m", "prompt": "a prompt that is longer than the threshold", "max_tokens": 8}
-
-
-def broken(status: int) -> Any:
-    """An engine that answers every client with an error status."""
-
-    def answer(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        responder.send(status, JSON, json.dumps({"error": {"message": f"engine says {status}"}}).encode())
-        return True
-
-    return answer
+from .conftest import LONG, SHORT, Start
+from .fakes import FakeEngine, Seen, broken, eventually, reads_kv
 
 
 async def test_a_short_prompt_goes_to_the_decoder_as_the_client_wrote_it(start: Start) -> None:
@@ -61,26 +48,32 @@ async def test_threshold_zero_disaggregates_everything_without_counting(start: S
     endpoint = await start(routing_threshold=0)
     await endpoint.post(SHORT)
     assert len(endpoint.prefill[0].requests) == 1
+    assert endpoint.prefill[0].tokenized == endpoint.decode[0].tokenized == []
+    counts = await start(routing_threshold=1)
+    await counts.post(SHORT)
+    assert counts.decode[0].tokenized == [{"model": "m", "prompt": "hi"}]
 
 
-async def test_chunks_of_a_stream_arrive_as_the_decoder_sends_them(start: Start) -> None:
-    endpoint = await start()
-    more = asyncio.Event()
+async def test_a_decoder_that_no_prefiller_can_reach_gets_no_long_prompt_while_another_can(
+    start: Start,
+) -> None:
+    def blind(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        decode[1].refuses = reads_kv
 
-    async def slowly(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        responder.start(200, SSE)
-        responder.write(chunk("first"))
-        await more.wait()
-        responder.write(chunk("second") + b"data: [DONE]\n\n")
-        responder.finish()
-        return True
+    endpoint = await start(decode=2, before=blind, wait=False)
 
-    endpoint.decode[0].on_generate = slowly
-    async with endpoint.client.stream("POST", "/v1/completions", json={**SHORT, "stream": True}) as answer:
-        chunks = answer.aiter_bytes()
-        assert await anext(chunks) == chunk("first")  # the second has not been sent yet
-        more.set()
-        assert b"".join([c async for c in chunks]) == chunk("second") + b"data: [DONE]\n\n"
+    async def both_serve() -> bool:
+        fleet = endpoint.app.fleet
+        return len(fleet.ready(EngineRole.DECODE)) == 2 and fleet.missing is None
+
+    await eventually(both_serve)
+    for _ in range(4):
+        assert (await endpoint.post(LONG)).status_code == 200
+    assert [len(d.requests) for d in endpoint.decode] == [4, 0]
+    assert all(s.kv for s in endpoint.decode[0].requests)
+    for _ in range(2):
+        await endpoint.post(SHORT)
+    assert len(endpoint.decode[1].requests) == 1, "short prompts go to both"
 
 
 @pytest.mark.parametrize(
@@ -108,19 +101,40 @@ async def test_images_go_to_a_decoder_alone(start: Start) -> None:
     assert endpoint.prefill[0].requests == []
 
 
-@pytest.mark.parametrize("field", ["kv_transfer_params", "disagg_spec", "bootstrap_room", "transfer_id"])
-async def test_hand_off_fields_of_a_client_are_refused(start: Start, field: str) -> None:
+async def test_hand_off_fields_of_a_client_are_refused(start: Start) -> None:
     endpoint = await start()
-    answer = await endpoint.post({**SHORT, field: {"remote_host": "10.0.0.1"}})
-    assert answer.status_code == 400
-    assert field in answer.json()["error"]["message"]
+    for field in sorted(REFUSED_FIELDS):
+        for body in ({field: {"remote_host": "10.0.0.1"}}, {"vllm_xargs": {"fine": 1, field: None}}):
+            answer = await endpoint.post({**SHORT, **body})
+            assert answer.status_code == 400
+            assert field in answer.json()["error"]["message"]
+            assert answer.json()["error"]["param"] == field
     assert endpoint.decode[0].requests == []
+
+
+@pytest.mark.parametrize("bag", [[], "x", 1, True, [["kv_transfer_params", {}]]])
+async def test_a_bag_of_engine_arguments_that_is_no_object_is_refused(start: Start, bag: Any) -> None:
+    endpoint = await start()
+    answer = await endpoint.post({**SHORT, "vllm_xargs": bag})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs"
+    assert endpoint.decode[0].requests == []
+
+
+@pytest.mark.parametrize("bag", [None, {}, {"mine": [1]}])
+async def test_other_engine_arguments_go_through(start: Start, bag: Any) -> None:
+    endpoint = await start()
+    assert (await endpoint.post({**SHORT, "vllm_xargs": bag})).status_code == 200
+    assert endpoint.decode[0].requests[0].body["vllm_xargs"] == bag
 
 
 async def test_internal_headers_of_a_client_are_refused(start: Start) -> None:
     endpoint = await start()
-    answer = await endpoint.post(SHORT, x_prefiller_host_port="10.0.0.1:80")
-    assert answer.status_code == 400
+    for header in sorted(REFUSED_HEADERS):
+        answer = await endpoint.post(SHORT, **{header.decode(): "10.0.0.1:80"})
+        assert answer.status_code == 400
+        assert header.decode() in answer.json()["error"]["message"]
+    assert endpoint.decode[0].requests == []
 
 
 @pytest.mark.parametrize(
@@ -141,6 +155,22 @@ async def test_bad_requests_are_told_what_is_wrong(start: Start, body: bytes, st
     assert endpoint.decode[0].requests == []
 
 
+async def test_a_model_that_no_engine_serves_is_none_and_no_model_is_the_engines_own(start: Start) -> None:
+    endpoint = await start()
+    answer = await endpoint.post({**SHORT, "model": "alias"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await endpoint.post({"prompt": "hi"})).status_code == 200
+
+
+async def test_served_model_name_restricts_what_requests_may_name(start: Start) -> None:
+    endpoint = await start(served_model_name=("alias", "other"))
+    assert (await endpoint.post({**SHORT, "model": "alias"})).status_code == 200
+    answer = await endpoint.post(SHORT)
+    assert answer.status_code == 404
+    assert "'m' does not exist here. Served: alias, other." in answer.json()["error"]["message"]
+    assert [s.body["model"] for s in endpoint.decode[0].requests] == ["alias"]
+
+
 async def test_the_engines_own_rejection_reaches_the_client(start: Start) -> None:
     endpoint = await start()
     endpoint.decode[0].on_generate = broken(400)
@@ -150,142 +180,14 @@ async def test_the_engines_own_rejection_reaches_the_client(start: Start) -> Non
 
 
 async def test_a_prompt_over_the_context_is_not_prefilled(start: Start) -> None:
-    endpoint = await start(wait=False)
-    endpoint.decode[0].max_model_len = 30
-    await endpoint.ready()
+    def small(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        decode[0].max_model_len = 30
+
+    endpoint = await start(before=small)
     endpoint.decode[0].on_generate = broken(400)
     answer = await endpoint.post(LONG)
     assert answer.status_code == 400
     assert endpoint.prefill[0].requests == []
-
-
-@pytest.mark.parametrize("status", [500, 503])
-async def test_a_failing_prefiller_is_replaced_by_another(start: Start, status: int) -> None:
-    endpoint = await start(prefill=2)
-    for prefiller in endpoint.prefill:
-        prefiller.on_generate = fail_once_in_all(endpoint.prefill, status)
-    answer = await endpoint.post(LONG)
-    assert answer.status_code == 200
-    assert [len(p.requests) for p in endpoint.prefill] == [1, 1]
-    assert endpoint.decode[0].requests[0].kv is not None
-
-
-def fail_once_in_all(prefillers: list[FakeEngine], status: int) -> Any:
-    def answer(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        if sum(len(p.requests) for p in prefillers) > 1:
-            return False
-        return bool(broken(status)(engine, seen, responder))
-
-    return answer
-
-
-@pytest.mark.parametrize("reply", [b'{"kv_transfer_params": null}', b"{}", b"not json"])
-async def test_without_a_hand_off_the_decoder_computes_the_prompt(start: Start, reply: bytes) -> None:
-    endpoint = await start()
-
-    def no_params(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        responder.send(200, JSON, reply)
-        return True
-
-    endpoint.prefill[0].on_generate = no_params
-    answer = await endpoint.post(LONG)
-    assert answer.status_code == 200
-    assert endpoint.decode[0].requests[0].kv is None
-    assert (
-        await endpoint.metric(
-            'tandem_requests_total{outcome="ok",path="decode_only",reason="prefill_failed"}'
-        )
-        == 1
-    )
-
-
-async def test_long_prompts_on_decoders_are_capped(start: Start) -> None:
-    endpoint = await start(max_fallbacks=0)
-    endpoint.prefill[0].on_generate = broken(500)
-    answer = await endpoint.post(LONG)
-    assert answer.status_code == 503
-    assert int(answer.headers["retry-after"]) > 0
-    assert (await endpoint.post(SHORT)).status_code == 200
-
-
-async def test_a_failing_decoder_is_replaced_with_a_new_prefill(start: Start) -> None:
-    endpoint = await start(decode=2)
-    failed: list[str] = []
-
-    def fail_first(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        if failed:
-            return False
-        failed.append(engine.name)
-        return bool(broken(500)(engine, seen, responder))
-
-    for decoder in endpoint.decode:
-        decoder.on_generate = fail_first
-    answer = await endpoint.post(LONG)
-    assert answer.status_code == 200
-    ids = [s.headers["x-request-id"] for s in endpoint.prefill[0].requests]
-    assert len(ids) == len(set(ids)) == 2, "hand-off parameters must not be used twice"
-    used = [s.kv["remote_request_id"] for d in endpoint.decode for s in d.requests if s.kv]
-    assert sorted(used) == sorted(ids)
-
-
-async def test_the_only_decoder_gets_the_prompt_alone_when_it_cannot_read_the_kv(start: Start) -> None:
-    endpoint = await start()
-
-    def cannot_read(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        return bool(seen.kv) and bool(broken(500)(engine, seen, responder))
-
-    endpoint.decode[0].on_generate = cannot_read
-    answer = await endpoint.post({**LONG, "stream": True})
-    assert answer.status_code == 200
-    assert answer.content.endswith(b"data: [DONE]\n\n")
-    assert [s.kv is None for s in endpoint.decode[0].requests] == [False, True]
-
-
-async def test_a_first_event_that_is_an_error_does_not_reach_the_client(start: Start) -> None:
-    endpoint = await start()
-
-    def in_band(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        if len(engine.requests) > 1:
-            return False
-        responder.start(200, SSE)
-        responder.write(b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n')
-        responder.finish()
-        return True
-
-    endpoint.decode[0].on_generate = in_band
-    answer = await endpoint.post({**LONG, "stream": True})
-    assert answer.status_code == 200
-    assert b"error" not in answer.content
-    assert answer.content.endswith(b"data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize("how", ["reset", "clean end without [DONE]", "finish_reason abort"])
-async def test_a_stream_that_breaks_off_never_looks_whole(start: Start, how: str) -> None:
-    endpoint = await start()
-
-    def break_off(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        responder.start(200, SSE)
-        responder.write(chunk("partial"))
-        if how == "reset":
-            responder.abort()
-        elif how == "finish_reason abort":
-            responder.write(b'data: {"choices":[{"index":0,"finish_reason":"abort"}]}\n\ndata: [DONE]\n\n')
-            responder.finish()
-        else:
-            responder.finish()
-        return True
-
-    endpoint.decode[0].on_generate = break_off
-    received = b""
-    with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012
-        async with endpoint.client.stream(
-            "POST", "/v1/completions", json={**SHORT, "stream": True}
-        ) as answer:
-            async for part in answer.aiter_bytes():
-                received += part
-    assert received.startswith(chunk("partial"))
-    assert b'"error"' in received
-    assert len(endpoint.decode[0].requests) == 1, "nothing is tried again after the first byte"
 
 
 async def test_the_clients_leaving_ends_the_running_leg(start: Start) -> None:
@@ -329,14 +231,19 @@ async def test_end_to_end_headers_cross_and_the_others_do_not(start: Start) -> N
         authorization="Bearer abc",
         traceparent="00-1-2-01",
         x_tandem_explain="1",
-        connection="x-hop",
+        connection="x-hop, x-request-id",
         x_hop="1",
+        expect="100-continue",
     )
-    for seen in endpoint.prefill[0].requests + endpoint.decode[0].requests:
-        assert seen.headers["authorization"] == "Bearer abc"
-        assert seen.headers["traceparent"] == "00-1-2-01"
-        assert "x-tandem-explain" not in seen.headers
-        assert "x-hop" not in seen.headers
+    engines = (endpoint.prefill[0], endpoint.decode[0])
+    assert [len(e.requests) for e in engines] == [1, 1]
+    for engine in engines:
+        headers = engine.requests[0].headers
+        assert headers["authorization"] == "Bearer abc"
+        assert headers["traceparent"] == "00-1-2-01"
+        assert f"http://{headers['host']}" == engine.url
+        assert headers["x-request-id"]
+        assert headers.keys().isdisjoint({"x-tandem-explain", "x-hop", "expect"})
 
 
 async def test_the_path_is_told_only_when_asked_for_and_enabled(start: Start) -> None:
@@ -346,9 +253,25 @@ async def test_the_path_is_told_only_when_asked_for_and_enabled(start: Start) ->
     assert told["x-tandem-prompt-tokens"] == str(len(str(LONG["prompt"])))
     assert told["x-tandem-prefill-url"] == endpoint.prefill[0].url
     assert told["x-tandem-decode-url"] == endpoint.decode[0].url
+    assert float(told["x-tandem-prefill-ms"]) >= 0
     assert not [h for h in (await endpoint.post(LONG)).headers if h.startswith("x-tandem")]
     silent = await start()
     assert "x-tandem-path" not in (await silent.post(LONG, x_tandem_explain="1")).headers
+
+
+async def test_what_is_told_of_a_prefill_is_left_out_when_the_decoder_computed_the_prompt(
+    start: Start,
+) -> None:
+    endpoint = await start(explain=True)
+    endpoint.decode[0].on_generate = lambda engine, seen, responder: (
+        reads_kv(seen) and broken(500)(engine, seen, responder)
+    )
+    for body, reason in ((LONG, "handoff_failed"), (SHORT, "short"), ({**LONG, "n": 2}, "n")):
+        answer = await endpoint.post(body, x_tandem_explain="1")
+        told = {h: v for h, v in answer.headers.items() if h.startswith("x-tandem-")}
+        assert (told["x-tandem-path"], told["x-tandem-reason"]) == ("decode_only", reason)
+        assert not [h for h in told if "prefill" in h]
+    assert len(endpoint.prefill[0].requests) == 1, "the first had been prefilled"
 
 
 async def test_the_log_says_how_each_request_was_routed(
@@ -366,21 +289,6 @@ async def test_the_log_says_how_each_request_was_routed(
     assert f"Routing request r1 to decoder {endpoint.decode[0].url} at " in text
     await endpoint.post(SHORT)
     assert "estimated_tokens=2, threshold=20, disaggregate=False" in caplog.text
-
-
-async def test_metrics_tell_paths_times_and_load(start: Start) -> None:
-    endpoint = await start()
-    await endpoint.post({**LONG, "stream": True})
-    await endpoint.post({**SHORT, "stream": True})
-    for line in (
-        'tandem_requests_total{outcome="ok",path="disaggregated",reason="threshold"}',
-        'tandem_requests_total{outcome="ok",path="decode_only",reason="short"}',
-        'tandem_ttft_seconds_count{path="disaggregated"}',
-        'tandem_ttft_seconds_count{path="decode_only"}',
-        "tandem_prefill_seconds_count",
-        "tandem_handoff_seconds_count",
-    ):
-        assert await endpoint.metric(line) == 1, line
 
 
 async def test_requests_are_spread_over_engines_in_turn(start: Start) -> None:

@@ -51,15 +51,12 @@ def test_engines_never_see_the_same_id_twice() -> None:
 
 def test_end_to_end_headers_reach_the_engine_with_the_legs_own_id() -> None:
     sent = request(
-        (b"host", b"router"),
         (b"authorization", b"Bearer abc"),
         (b"traceparent", b"00-1-2-01"),
         (b"x-custom", b"1"),
         (b"x-custom", b"2"),
         (b"content-type", b"text/plain"),
-        (b"content-length", b"2"),
         (b"accept-encoding", b"gzip"),
-        (b"expect", b"100-continue"),
         (b"x-request-id", b"mine"),
         (b"x-tandem-explain", b"1"),
         (b"x-tandem-anything", b"1"),
@@ -83,7 +80,6 @@ def test_an_answer_carries_the_clients_id_and_not_the_engines_own_business() -> 
         (b"content-type", b"text/event-stream"),
         (b"date", b"now"),
         (b"server", b"uvicorn"),
-        (b"content-length", b"9"),
         (b"transfer-encoding", b"chunked"),
         (b"connection", b"keep-alive"),
         (b"x-request-id", b"mine-7"),
@@ -96,11 +92,11 @@ def test_an_answer_carries_the_clients_id_and_not_the_engines_own_business() -> 
     ]
 
 
-NAMES = st.sampled_from([b"host", b"x-a", b"x-tandem-x", b"x-request-id", b"content-length", b"te", b"x-b"])
+NAMES = st.sampled_from([b"x-a", b"x-tandem-x", b"x-request-id", b"content-type", b"te", b"x-b"])
 
 
 @given(st.lists(st.tuples(NAMES, st.just(b"v"))))
-def test_each_leg_has_one_id_and_one_type_and_no_framing(headers: Headers) -> None:
+def test_each_leg_has_one_id_and_one_type_and_nothing_that_is_only_the_routers(headers: Headers) -> None:
     sent = to_engine(request(*headers), "id")
     names = [name for name, _ in sent]
     assert names.count(b"x-request-id") == names.count(b"content-type") == 1

@@ -54,12 +54,15 @@ def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
         raise InvalidResource(source, [Problem(where, error.problem or "not valid YAML")]) from None
+    except RecursionError:
+        raise InvalidResource(source, [Problem("the file", "is nested too deeply")]) from None
     except yaml.YAMLError as error:
         raise InvalidResource(source, [Problem("the file", f"not valid YAML: {error}")]) from None
 
     endpoints = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if len(endpoints) != 1:
-        found = "none" if not endpoints else str(len(endpoints))
+        kinds = ", ".join(str(d.get("kind")) if isinstance(d, dict) else "no object" for d in documents)
+        found = str(len(endpoints)) if endpoints else kinds or "nothing"
         raise InvalidResource(
             source, [Problem("the file", f"must hold exactly one object of kind {KIND}; it holds {found}")]
         )

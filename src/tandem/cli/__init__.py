@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": "prove on this machine, or on a running endpoint, that disaggregation works",
     "up": "run an endpoint on this machine",
     "router": "run the router alone",
+    "sim": "run simulated vLLM engines",
 }
 
 OK, FAILURE, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -44,6 +45,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             module = importlib.import_module(f"tandem.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(USAGE)
     return parser.parse_args(words)
 
 

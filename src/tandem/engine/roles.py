@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.api import Endpoint, PdSpec, Role
-from tandem.engine.args import POSITIONALS, flag_value, flag_values, int_value, merge_args, settings, without
+from tandem.engine.args import POSITIONALS, flag_value, flag_values, int_value, merge_args, settings
 from tandem.engine.errors import EngineError
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -151,8 +151,3 @@ def _less_program(args: tuple[str, ...]) -> tuple[str, ...]:
     if first is None or first.flag != POSITIONALS or "serve" not in first.values:
         return args
     return args[args.index("serve") + 1 :]
-
-
-def without_model(args: Iterable[str]) -> list[str]:
-    """The flags less the model, in either form."""
-    return without(args, ["--model", POSITIONALS])

@@ -60,7 +60,8 @@ class Response:
         self._request_is_head = method == "HEAD"
         self._head_bytes = head_bytes
         self._head_timeout = head_timeout
-        self._idle_timeout = idle_timeout
+        self.idle_timeout = idle_timeout
+        """The longest pause between two reads of the body, in seconds; changes hold from the next read on."""
         self._llhttp: Any = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
@@ -163,7 +164,7 @@ class Response:
         elif self.complete:
             self._end()
         elif self._head_done and self._error is None:
-            self._carrier.watchdog.set(self._idle_timeout)
+            self._carrier.watchdog.set(self.idle_timeout)
 
     def connection_closed(self, error: Exception | None) -> None:
         """Nothing more will come. `error` is None if the origin closed in good order."""
@@ -186,7 +187,7 @@ class Response:
         elif self._paused or self._full:
             return  # not the origin's fault; reading again sets a new deadline
         else:
-            error = IdleTimeout(self._origin, f"the response body paused for {self._idle_timeout:g} s")
+            error = IdleTimeout(self._origin, f"the response body paused for {self.idle_timeout:g} s")
         self._fail(error)
 
     # What llhttp calls
@@ -270,7 +271,7 @@ class Response:
         reading = not (self._paused or self._full)
         self._carrier.set_reading(reading)
         if reading and self._head_done:
-            self._carrier.watchdog.set(self._idle_timeout)
+            self._carrier.watchdog.set(self.idle_timeout)
 
     def _end(self) -> None:
         self._carrier.watchdog.clear()

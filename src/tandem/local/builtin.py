@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tandem.local import convert
@@ -27,16 +27,23 @@ _FOLDER = "smollm2-135m-instruct-bf16"
 _CHECKSUMS = "checksums.json"
 
 
-def builtin_model(cache: Path, python: str) -> Path:
-    """The folder of the built-in model, converted on first use by the interpreter `python`.
+def builtin_folder(cache: Path) -> Path:
+    """Where the built-in model lies once it has been converted."""
+    return cache / _FOLDER
+
+
+def builtin_model(cache: Path, python: str, *, on_convert: Callable[[], None] = lambda: None) -> Path:
+    """The folder of the built-in model, converted on first use by the interpreter `python`; `on_convert` is
+    called first then.
 
     Raises LocalError when the source package is missing or the conversion fails.
     """
-    folder = cache / _FOLDER
+    folder = builtin_folder(cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{_FOLDER}.lock"):
             if not is_whole(folder):
+                on_convert()
                 _convert_into(folder, find_gguf(), python)
     except OSError as error:
         raise LocalError(f"Cannot write the converted model into {cache}: {error}") from None

@@ -82,11 +82,13 @@ async def running(
                 guard.started(process.pid)
                 processes.append(process)  # at once: what was started is stopped, whatever happens next
             endpoint = RunningEndpoint(plan, processes)
+            waits_for: list[str] = []
             try:
-                await endpoint.while_alive(_poll(endpoint, on_progress), within=ready_timeout)
+                await endpoint.while_alive(_poll(endpoint, on_progress, waits_for), within=ready_timeout)
             except TimeoutError:
+                why = "".join(waits_for) or "no engine answered"
                 raise LocalError(
-                    f"The endpoint was not ready after {ready_timeout:g} s; see the logs in {plan.logs}."
+                    f"The endpoint was not ready after {ready_timeout:g} s: {why}. Logs: {plan.logs}"
                 ) from None
             yield endpoint
         finally:
@@ -95,20 +97,26 @@ async def running(
                 guard.ended(process.pid)
 
 
-async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress) -> None:
-    """Return when every engine is in use and every pair proved."""
+async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: list[str]) -> None:
+    """Return when every engine is in use and every pair proved. `waits_for` tells what is missing till then.
+
+    The router's word is not enough: what answers on a port is ours only once our own engine has come to
+    answering, as it dies if somebody else has the port.
+    """
     shown: dict[str, str] = {}
     async with httpx.AsyncClient(base_url=endpoint.plan.url, timeout=5.0, trust_env=False) as client:
         while True:
-            router = await _what_router_waits_for(client)
+            missing = await _what_router_waits_for(client)
             now = {p.spec.name: _stage(p) for p in endpoint.processes if p.spec.name != "router"}
-            if router and any(stage != _LAST_STAGE for stage in now.values()):
-                router = "waiting for the engines"  # what it says of each says less than the engine's stage
-            now["router"] = router or "ready"
+            up = all(stage == _LAST_STAGE for stage in now.values())
+            now["router"] = (
+                "waiting for the engines" if not up else "sending canaries" if missing else "ready"
+            )
+            waits_for[:] = [missing]
             if now != shown:
                 shown = now
                 on_progress(now)
-            if not router:
+            if up and not missing:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -118,7 +126,7 @@ async def _what_router_waits_for(client: httpx.AsyncClient) -> str:
     try:
         status = (await client.get("/ready")).json()
     except (httpx.TransportError, ValueError):
-        return "starting"
+        return "the router does not answer"
     return str(status.get("reason") or "; ".join(status.get("unproved", [])))
 
 

@@ -12,7 +12,7 @@ def model_cache() -> Path:
 
 
 def state(endpoint: str) -> Path:
-    """Logs of one endpoint's processes."""
+    """What the processes of one endpoint write, in a folder for each port of a router."""
     return _base("XDG_STATE_HOME", ".local/state") / endpoint
 
 

@@ -26,7 +26,7 @@ from tandem.engine import (
     plan as plan_engines,
 )
 from tandem.local import paths
-from tandem.local.builtin import builtin_model
+from tandem.local.builtin import builtin_folder, builtin_model
 from tandem.local.errors import ResourceError
 from tandem.local.fields import without_local_meaning
 from tandem.local.ports import engine_ports, require_free
@@ -64,7 +64,7 @@ class LocalPlan:
         """A command line that gets an answer from the running endpoint."""
         body = (
             f'{{"model": "{self.served_name}", "messages": '
-            '[{"role": "user", "content": "What is the capital of France?"}]}'
+            '[{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
         )
         return (
             f"curl {self.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
@@ -112,11 +112,13 @@ def make_plan(
     model: Path | None = None,
     host: str = LOOPBACK,
     port: int = 8000,
+    dry: bool = False,
     on_convert: Callable[[], None] = lambda: None,
 ) -> LocalPlan:
     """Work out every process of an endpoint. `python` runs the router.
 
-    Converts the built-in model on first use (`on_convert` is called when the endpoint needs it).
+    Converts the built-in model on first use (`on_convert` is called first), and sees that the port is free;
+    neither when it is `dry`, to be looked at only.
     Raises LocalError, or ValueError from rendering, with what must be changed.
     """
     spec = endpoint.spec
@@ -124,15 +126,21 @@ def make_plan(
         raise ResourceError("spec.pdSpec is missing: `tandem up` runs disaggregated endpoints.")
 
     def builtin() -> Path:
-        on_convert()
-        return builtin_model(paths.model_cache(), machine.python)
+        if dry:
+            return builtin_folder(paths.model_cache())
+        return builtin_model(paths.model_cache(), machine.python, on_convert=on_convert)
 
     folder = find_model(endpoint, model, builtin)
-    require_free(port, host)
+    if not dry:
+        require_free(port, host)
     ports = engine_ports(engine_count(endpoint), LOOPBACK, but={port})
     engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
     args = role_args(endpoint, Role.DECODE)
     strategy, notes = _strategy(endpoint)
+    tokenizer = flag_value(args, "--tokenizer")
+    countable = tokenizer is None or Path(tokenizer).is_dir()
+    if not countable:
+        notes.append(f"--tokenizer {tokenizer}: is no folder on this machine, so engines count the prompts")
     name = served_model_name(endpoint)
     router = RouterConfig(
         host=host,
@@ -141,8 +149,8 @@ def make_plan(
         decode=tuple(e.url for e in engines.engines if e.role is Role.DECODE),
         routing_threshold=spec.pd_spec.routing_threshold,
         routing_strategy=strategy,
-        model_path=str(folder),
-        tokenizer=_existing_folder(flag_value(args, "--tokenizer")),
+        model_path=str(folder) if countable else None,
+        tokenizer=tokenizer if countable else None,
         chat_template=flag_value(args, "--chat-template"),
         chat_template_content_format=flag_value(args, "--chat-template-content-format") or "auto",
         default_chat_template_kwargs=flag_value(args, "--default-chat-template-kwargs"),
@@ -159,7 +167,7 @@ def make_plan(
         served_name=name,
         notes=(*engines.notes, *notes),
         unused_fields=tuple(without_local_meaning(raw)),
-        logs=paths.state(endpoint.metadata.name) / "logs",
+        logs=paths.state(endpoint.metadata.name) / str(port),
     )
 
 
@@ -175,7 +183,3 @@ def _strategy(endpoint: Endpoint) -> tuple[str, list[str]]:
     return "roundrobin", [
         f"spec.intelligentRoutingSpec.routingStrategy: {wanted} is not there yet; roundrobin is used"
     ]
-
-
-def _existing_folder(path: str | None) -> str | None:
-    return path if path is not None and Path(path).is_dir() else None

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import socket
+import tempfile
 from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import IO
 
 from tandem.engine import EnginePorts
 from tandem.local.errors import LocalError
@@ -13,12 +18,23 @@ _FIRST_ENGINE_PORT = 8100
 _FIRST_SIDE_CHANNEL_PORT = 5600
 _TRIED = 1000
 
+# An engine binds its ports seconds after they were chosen; until this process ends, no other takes them.
+_claimed: list[IO[bytes]] = []
+
 
 def engine_ports(count: int, host: str, *, but: Collection[int] = ()) -> list[EnginePorts]:
     """Ports for `count` engines: the first free ones from 8100 (HTTP) and from 5600 (NIXL side channel),
-    without those in `but`, which somebody else is about to take."""
+    without those in `but`, which somebody else is about to take.
+
+    They are claimed for as long as this process lives: another `tandem up` of this user takes others.
+    """
     http, side = _free(_FIRST_ENGINE_PORT, host, but), _free(_FIRST_SIDE_CHANNEL_PORT, host, but)
     return [EnginePorts(http=next(http), side_channel=next(side)) for _ in range(count)]
+
+
+def free_port(first: int, host: str) -> int:
+    """The first port from `first` that can be listened on."""
+    return next(_free(first, host, ()))
 
 
 def require_free(port: int, host: str) -> None:
@@ -28,7 +44,8 @@ def require_free(port: int, host: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LocalError(
-                f"Port {port} of {host} is taken. Is another endpoint up? Choose another with --port."
+                f"Port {port} of {host} is taken. Is another endpoint up? Choose another with --port, "
+                "or prove that one with `tandem demo --url`."
             ) from None
         raise LocalError(f"Cannot listen on {host}:{port}: {error.strerror}") from None
 
@@ -41,8 +58,23 @@ def _free(first: int, host: str, but: Collection[int]) -> Iterator[int]:
             _bind(port, host)
         except OSError:
             continue
-        yield port
+        if _claim(port):
+            yield port
     raise LocalError(f"There are not enough free ports from {first} to {first + _TRIED - 1}.")
+
+
+def _claim(port: int) -> bool:
+    """Whether no other process has claimed a port; it is claimed then."""
+    folder = Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = (folder / str(port)).open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return False
+    _claimed.append(file)
+    return True
 
 
 def _bind(port: int, host: str) -> None:

@@ -16,6 +16,7 @@ from tandem.local import launch
 from tandem.local.errors import LocalError, ProcessDied
 
 _STOP_SECONDS = 10.0
+_CHILDREN_SECONDS = 3.0
 # Lines of a log that name the cause of a death, best first: an exception's last line, an error record.
 _CAUSES = (
     re.compile(r"^(?!.*\b(INFO|WARNING)\b).*\b\w*(Error|Exception)\b: "),
@@ -62,7 +63,7 @@ class Process:
                     env=spec.env,
                     start_new_session=True,
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
             raise LocalError(f"Cannot start {spec.name}: {error}") from None
         return cls(spec, log, child)
 
@@ -87,17 +88,28 @@ class Process:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await self._child.wait()
-        self._signal(signal.SIGKILL)  # the process itself, and whatever it left behind in its group
+        # Its children get a moment too: Python's resource tracker frees what the others left in /dev/shm.
+        for _ in range(int(_CHILDREN_SECONDS / 0.05)):
+            if self._child.returncode is None or not self._signal(0):
+                break
+            await asyncio.sleep(0.05)
+        self._signal(signal.SIGKILL)
         await self._child.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    def _signal(self, number: int) -> bool:
+        """Signal the process group; whether there is one."""
+        try:
             os.killpg(self._child.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
 
 
 def cause_of_death(log: Path) -> str:
     """What a log says of why its process died: the last exception, else error, else the last line."""
-    lines = [line.strip() for line in tail(log, 64 * 1024).splitlines() if line.strip()]
+    # What went wrong while the engine started is no reason once it has been up.
+    text = tail(log, 64 * 1024).rpartition("Application startup complete")[2]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return "it wrote nothing"
     lines = [line for line in lines if not _STANDS_ABOVE.search(line)] or lines

@@ -65,7 +65,10 @@ def _in_host_path(endpoint: Endpoint, named: str | None) -> Path:
 
 def _checked(folder: Path, where: str) -> Path:
     if not folder.is_dir():
-        raise ResourceError(f"{where}: {folder} is not a folder on this machine.")
+        raise ResourceError(
+            f"{where}: {folder} is not a folder on this machine. Models are not downloaded; "
+            "put one there first."
+        )
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ResourceError(f"{where}: {folder} has no {name}; it must be a Hugging Face model folder.")

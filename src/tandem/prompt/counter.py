@@ -117,6 +117,12 @@ class PromptCounter:
         if self.inexact_text or self._encoder is None or self._reference is None:
             raise NotExact("model", self.inexact_text)
         if truncation is None:
+            longest = self._settings.max_model_len
+            if longest is not None and len(text) > longest * self._reference.longest_token:
+                # As vLLM, which does not tokenize it either: megabytes would take minutes and gigabytes.
+                raise BadPrompt(
+                    f"The prompt has {len(text)} characters, more than {longest} tokens can hold."
+                )
             return self._encoder.encode(text, add_special_tokens)
         if truncation.side is None:
             return self._reference.encode_truncated(text, add_special_tokens, truncation.length, "left")

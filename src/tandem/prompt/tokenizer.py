@@ -33,8 +33,8 @@ class ReferenceEncoder:
     ) -> list[int]:
         """At most `length` ids: text is cut at `side`, special tokens count and stay."""
         special = self._tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
-        if length <= special:
-            raise NotExact("truncation", f"{length} tokens leave no room for text")
+        if length <= special or length >= 2**32:
+            raise NotExact("truncation", f"truncate_prompt_tokens is {length}")
         encoding = self._tokenizer.encode(_valid(text), add_special_tokens=False)
         encoding.truncate(length - special, direction=side)
         ids: list[int] = self._tokenizer.post_process(encoding, None, add_special_tokens).ids

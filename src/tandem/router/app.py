@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tandem.config import RouterConfig
@@ -50,8 +51,10 @@ class App:
         self.draining = False
 
     async def __call__(self, request: Request, responder: Responder) -> None:
-        api = self._generation.get(request.path)
-        page = self._pages.get(request.path)
+        # No path here has an escape; one that needs decoding first might mean another to a proxy in front.
+        escaped = b"%" in request.target.partition(b"?")[0]
+        api = self._generation.get(request.path) if not escaped else None
+        page = self._pages.get(request.path) if not escaped else None
         if api is not None and request.method == "POST":
             await self._flow.serve(request, responder, api)
         elif page is not None and request.method in ("GET", "HEAD"):
@@ -133,7 +136,10 @@ async def running(
             yield server, app
         finally:
             app.draining = True
-            await server.drain(config.drain_timeout)
+            # Those who watch /ready send no more; until they have seen it, requests are still taken.
+            await asyncio.sleep(config.drain_delay)
+            if not await server.drain(config.drain_timeout):
+                logger.warning("not every answer was finished within %g s", config.drain_timeout)
             await server.close()
     finally:
         probing.cancel()
@@ -148,7 +154,8 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with running(config, local) as (server, _):
-        logger.info("listening on http://%s:%d", config.host, server.port)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        logger.info("listening on http://%s:%d", host, server.port)
         logger.info(
             "mode: %d prefill, %d decode, connector %s, strategy %s, threshold %d, counting %s",
             len(config.prefill),
@@ -167,13 +174,10 @@ def run(config: RouterConfig) -> None:
 
     Raises OSError when it cannot listen, ValueError for a bad model.
     """
+    # Not in the format, so not worth looking up for each line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(
         stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s [%(levelname)s] %(message)s"
     )
     local = load_counter(config)
-    try:
-        import uvloop
-    except ImportError:  # not on this platform; slower, otherwise the same
-        asyncio.run(_until_signalled(config, local))
-    else:
-        uvloop.run(_until_signalled(config, local))
+    uvloop.run(_until_signalled(config, local))

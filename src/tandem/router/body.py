@@ -22,10 +22,11 @@ _encode = msgspec.json.Encoder()
 class Body:
     """The fields of one request."""
 
-    __slots__ = ("_raw",)
+    __slots__ = ("_decoded", "_raw")
 
     def __init__(self, raw: dict[str, msgspec.Raw]) -> None:
         self._raw = raw
+        self._decoded: dict[str, Any] = {}
 
     @classmethod
     def parse(cls, data: bytes) -> Body:
@@ -43,12 +44,15 @@ class Body:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The decoded value of a field. Raises ApiError 400 when its text is not valid JSON."""
-        raw = self._raw.get(name)
-        return default if raw is None else self._value(name, raw)
+        if name not in self._raw:
+            return default
+        if name not in self._decoded:
+            self._decoded[name] = self._value(name, self._raw[name])
+        return self._decoded[name]
 
     def decoded(self) -> dict[str, Any]:
         """All fields, decoded."""
-        return {name: self._value(name, raw) for name, raw in self._raw.items()}
+        return {name: self.get(name) for name in self._raw}
 
     def edited(self, changes: Mapping[str, Any], *, drop: Iterable[str] = ()) -> bytes:
         """The body with some fields set (a msgspec.Raw is inserted verbatim) and some left out."""

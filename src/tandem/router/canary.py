@@ -56,9 +56,14 @@ class Prober:
     async def run(self) -> None:
         """Follow discovery until cancelled."""
         try:
-            async for members in self._discovery.watch():
-                self._follow(members)
-            await asyncio.Event().wait()
+            while True:
+                try:
+                    async for members in self._discovery.watch():
+                        self._follow(members)
+                    await asyncio.Event().wait()
+                except Exception:
+                    logger.exception("discovery failed; the engines known so far stay in use")
+                    await asyncio.sleep(self._ready_interval)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -84,7 +89,7 @@ class Prober:
                 await self._visit(engine)
                 pause = self._waiting_interval
             except LegFailed as failure:
-                if engine.state is State.WAITING or failure.unreachable:
+                if engine.state is State.WAITING or failure.reason in ("connect", "unhealthy"):
                     self._lose(engine, str(failure))
                 pause = (
                     self._waiting_interval if failure.unreachable else min(2 * pause, self._ready_interval)
@@ -110,7 +115,13 @@ class Prober:
         self._fleet.lost(engine, why)
 
     async def _visit(self, engine: Engine) -> None:
-        await self._legs.call(engine, "GET", "/health", head_timeout=10.0)
+        try:
+            await self._legs.call(engine, "GET", "/health", head_timeout=10.0)
+        except LegFailed as failure:
+            if failure.reply is None:
+                raise
+            # Silence may be work; an answer that it is not well is one.
+            raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
         if engine.role is EngineRole.DECODE:
             if engine.state is State.WAITING:
                 await self._prove_decoder(engine)
@@ -134,16 +145,16 @@ class Prober:
         ).get("data", [])
         if not cards:
             raise LegFailed(decoder, "no_models", f"{decoder.url}/v1/models names no model")
-        decoder.models = cards
-        body = self._canary(decoder)
+        body = self._canary(cards[0]["id"])
         await self._send(decoder, body.edited({}))
         await self._counter.check(decoder, cards[0]["id"])
-        decoder.state, decoder.why = State.READY, ""
+        self._fleet.prove_decoder(decoder, cards)
         logger.info("decode %s is ready", decoder.url)
 
     async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> None:
+        begun = self._fleet.pair(prefiller, decoder)
         connector = self._connector()
-        body = self._canary(decoder)
+        body = self._canary(decoder.models[0]["id"])
         reply = await self._send(prefiller, connector.prepare_prefill(Api.COMPLETIONS, body))
         try:
             handoff = connector.on_prefill_reply(reply)
@@ -155,19 +166,19 @@ class Prober:
             # The decoder serves others; what failed is this prefiller's KV.
             message = f"{decoder.url} cannot read the KV of {prefiller.url}: {failure}"
             raise LegFailed(prefiller, "canary", message) from None
-        self._fleet.prove(prefiller, decoder)
-        prefiller.state, prefiller.why = State.READY, ""
-        logger.info("prefill %s is ready with decode %s", prefiller.url, decoder.url)
+        if self._fleet.prove_pair(prefiller, decoder, begun):
+            logger.info("prefill %s is ready with decode %s", prefiller.url, decoder.url)
 
-    def _canary(self, decoder: Engine) -> Body:
+    def _canary(self, model: str) -> Body:
         prompt = f"canary {secrets.token_hex(16)} sings"
-        request = {"model": decoder.models[0]["id"], "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        request = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         return Body.parse(msgspec.json.encode(request))
 
     async def _send(self, engine: Engine, body: bytes) -> bytes:
         headers = [
             (b"content-type", b"application/json"),
             (b"x-request-id", f"canary-{secrets.token_hex(8)}".encode()),
+            (b"x-tandem-canary", b"1"),
         ]
         return await self._legs.call(
             engine, "POST", Api.COMPLETIONS.value, body, headers, head_timeout=self._canary_timeout

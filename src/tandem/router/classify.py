@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -23,6 +22,8 @@ class Api(StrEnum):
 REFUSED_FIELDS = frozenset(
     {
         "kv_transfer_params",
+        "ec_transfer_params",
+        "kv_cache_report_mode",
         "disagg_spec",
         "disaggregated_params",
         "bootstrap_host",
@@ -46,26 +47,26 @@ REFUSED_HEADERS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Class:
-    """How a request may be served. `decode_only` names why a decoder must serve it alone, or is None."""
-
-    stream: bool
-    decode_only: str | None
-
-
 def refuse_internal(body: Body, headers: Headers) -> None:
     """Raise ApiError 400 when a client sends a field or header that only the router may send."""
-    for name in REFUSED_FIELDS:
-        if name in body:
+    for name in body.names():
+        if name in REFUSED_FIELDS:
             raise ApiError(400, f"The field {name!r} is set by the router; remove it.", param=name)
+    # vLLM reads the same parameters out of this bag, and dies of one that is of the wrong type.
+    bag = body.get("vllm_xargs")
+    if bag is not None:
+        if not isinstance(bag, dict):
+            raise ApiError(400, "The field 'vllm_xargs' must be an object.", param="vllm_xargs")
+        for name in bag.keys() & REFUSED_FIELDS:
+            raise ApiError(400, f"The field 'vllm_xargs.{name}' is set by the router; remove it.", param=name)
     for header, _ in headers:
         if header in REFUSED_HEADERS:
             raise ApiError(400, f"The header {header.decode()!r} is set by the router; remove it.")
 
 
-def classify(api: Api, body: Body) -> Class:
-    """Read what decides a request's path apart from its length. Raises ApiError for unusable fields."""
+def why_decode_only(api: Api, body: Body) -> str | None:
+    """The first reason why a decoder must serve this request alone, whatever its length; None when it may be
+    disaggregated. Raises ApiError 400 for fields that no engine could use."""
     stream = body.get("stream", False)
     if not isinstance(stream, bool | None):
         raise ApiError(400, "The field 'stream' must be true or false.", param="stream")
@@ -75,11 +76,6 @@ def classify(api: Api, body: Body) -> Class:
             "Templates sent by clients are not accepted; the model's own template is used.",
             param="chat_template",
         )
-    return Class(stream=bool(stream), decode_only=_decode_only(api, body))
-
-
-def _decode_only(api: Api, body: Body) -> str | None:
-    """The first reason why the hand-off cannot carry this request: it is then served by a decoder alone."""
     for name in ("n", "best_of"):
         value = body.get(name)
         if value is not None and value != 1:
@@ -100,8 +96,12 @@ def _decode_only(api: Api, body: Body) -> str | None:
     return "multimodal" if _has_media(body.get("messages")) else None
 
 
-# Content part types that hold text; vLLM also reads parts without a type as text.
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", None})
+# Content part types that hold text.
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+
+
+def _is_text(kind: Any) -> bool:
+    return kind is None or (isinstance(kind, str) and kind in _TEXT_PARTS)
 
 
 def _has_media(messages: Any) -> bool:
@@ -111,7 +111,7 @@ def _has_media(messages: Any) -> bool:
     for message in messages:
         content: Any = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(
-            isinstance(part, dict) and part.get("type") not in _TEXT_PARTS for part in content
+            isinstance(part, dict) and not _is_text(part.get("type")) for part in content
         ):
             return True
     return False

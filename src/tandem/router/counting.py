@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from tandem.prompt import BadPrompt, NotExact, PromptCounter
+from tandem.prompt import BadPrompt, NotExact, PromptCounter, Tokens
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.engines import Engine, EngineRole, Fleet
-from tandem.router.errors import ApiError
+from tandem.router.errors import ApiError, unavailable
 from tandem.router.legs import LegFailed, Legs
+from tandem.router.strategies import Prompt
 
 logger = logging.getLogger("tandem.router")
 
@@ -33,17 +33,21 @@ _TOKENIZE_FIELDS = {
     Api.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
 }
 
-_COUNT = msgspec.json.Decoder(type=dict[str, Any])
+# Fields of a chat request that /tokenize does not have, and that reach the template as arguments.
+_AS_TEMPLATE_ARGUMENTS = ("documents", "reasoning_effort")
+
+
+class _Count(msgspec.Struct):
+    count: int
+
+
+_COUNT = msgspec.json.Decoder(_Count)
+
+# How many decoders are asked for one count: one may just have died.
+_ASKED = 2
 
 # Odd on purpose: several scripts, runs of spaces, digits, a special token's text and code.
 _SAMPLE = "Tandem counts  tokens:\n\n\tnaïve Übung, 数える, 🚲 3.14159 == `x[i]` </s> <|im_end|> 1,000,000"
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    tokens: int
-    by: str
-    """`local` or `engine`."""
 
 
 class Counter:
@@ -54,20 +58,27 @@ class Counter:
         self._legs = legs
         self._fleet = fleet
 
-    async def count(self, api: Api, body: Body) -> Count:
-        """Tokens of a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered."""
+    async def count(self, api: Api, body: Body) -> Prompt:
+        """Count a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered."""
         if self._local is not None:
             try:
-                return Count(_count_locally(self._local, api, body.decoded()), "local")
+                tokens = _render(self._local, api, body.decoded())
+                return Prompt(tokens.count, tokens.ids)
             except NotExact as reason:
                 logger.debug("count by the engine: %s", reason)
             except BadPrompt as error:
                 raise ApiError(400, str(error), param=error.param) from None
-        decoders = self._fleet.ready(EngineRole.DECODE)
+        decoders = sorted(self._fleet.ready(EngineRole.DECODE), key=lambda e: e.in_flight)
         if not decoders:
-            raise ApiError(503, "No decode engine is ready to count the prompt.", retry_after_s=1)
-        decoder = min(decoders, key=lambda e: e.in_flight)
-        return Count(await self._count_on(decoder, api, body), "engine")
+            raise unavailable("No decode engine is ready to count the prompt.")
+        for decoder in decoders[:_ASKED]:
+            try:
+                return Prompt(await self._count_on(decoder, api, body))
+            except LegFailed as failure:
+                logger.warning("a prompt could not be counted: %s", failure)
+                if failure.unreachable:
+                    self._fleet.lost(decoder, f"cannot be reached: {failure}")
+        raise unavailable("The prompt could not be counted. Try again.")
 
     async def check(self, decoder: Engine, model: str) -> None:
         """Compare local counting with a decoder's own, once it is up; differ → count by engines, loudly."""
@@ -80,11 +91,11 @@ class Counter:
         for api, sample in samples:
             body = Body.parse(msgspec.json.encode(sample))
             try:
-                here = _count_locally(self._local, api, sample)
+                here = _render(self._local, api, sample).count
                 there = await self._count_on(decoder, api, body)
-            except (NotExact, BadPrompt, ApiError) as reason:
+            except (NotExact, BadPrompt, ApiError, LegFailed) as reason:
                 # No chat template, or no /tokenize: nothing to compare for this kind of request.
-                logger.info("token count of %s not compared with %s: %s", api.value, decoder.url, reason)
+                logger.warning("token count of %s not compared with %s: %s", api.value, decoder.url, reason)
                 continue
             if here != there:
                 self._local = None
@@ -99,8 +110,15 @@ class Counter:
                 return
 
     async def _count_on(self, engine: Engine, api: Api, body: Body) -> int:
+        """Raises ApiError 400 for what the engine rejects, LegFailed when it gives no answer."""
         wanted = _TOKENIZE_FIELDS[api]
-        question = body.edited({}, drop=[n for n in body.names() if n not in wanted])
+        template = {n: body.get(n) for n in _AS_TEMPLATE_ARGUMENTS if body.get(n) is not None}
+        given = body.get("chat_template_kwargs")
+        if template and isinstance(given, dict | None):
+            changes = {"chat_template_kwargs": {**template, **(given or {})}}
+        else:
+            changes = {}
+        question = body.edited(changes, drop=[n for n in body.names() if n not in wanted])
         try:
             answer = await self._legs.call(engine, "POST", "/tokenize", question)
         except LegFailed as failure:
@@ -108,9 +126,14 @@ class Counter:
                 raise ApiError(
                     400, f"The engine cannot tokenize the prompt: {failure.engine_message()}"
                 ) from None
-            raise ApiError(503, f"The prompt could not be counted: {failure}", retry_after_s=1) from None
-        return int(_COUNT.decode(answer)["count"])
+            raise
+        try:
+            count = _COUNT.decode(answer).count
+        except msgspec.DecodeError as error:
+            raise LegFailed(engine, "bad_reply", f"{engine.url}/tokenize answers nonsense: {error}") from None
+        kept = body.get("truncate_prompt_tokens")
+        return min(count, kept) if isinstance(kept, int) and kept > 0 else count
 
 
-def _count_locally(local: PromptCounter, api: Api, body: Mapping[str, Any]) -> int:
-    return local.chat(body).count if api is Api.CHAT else local.completion(body).count
+def _render(local: PromptCounter, api: Api, body: Mapping[str, Any]) -> Tokens:
+    return local.chat(body) if api is Api.CHAT else local.completion(body)

@@ -8,12 +8,10 @@ import uuid
 
 from tandem.http import Headers, Request, end_to_end
 
-# Not forwarded to engines: spoken to the router, or rewritten for the leg.
-_REQUEST_ONLY = frozenset(
-    {b"host", b"expect", b"content-length", b"accept-encoding", b"content-type", b"x-request-id"}
-)
+# Not forwarded to engines: spoken to the router, or rewritten for the leg. (Framing is the http layer's.)
+_REQUEST_ONLY = frozenset({b"accept-encoding", b"content-type", b"x-request-id"})
 # Not relayed to clients: an engine's own, or written anew by the router.
-_RESPONSE_ONLY = frozenset({b"content-length", b"server", b"date", b"x-request-id"})
+_RESPONSE_ONLY = frozenset({b"server", b"date", b"x-request-id"})
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -32,7 +30,10 @@ def engine_request_id(request_id: str) -> str:
 
 
 def to_engine(request: Request, engine_id: str) -> Headers:
-    """A leg's headers: the client's end-to-end headers, with the leg's own id."""
+    """A leg's headers: the client's end-to-end headers, with the leg's own id.
+
+    `Connection: x-request-id` must not remove the leg's, so the client's hop-by-hop headers go first.
+    """
     headers = [
         (name, value)
         for name, value in end_to_end(request.headers)

@@ -4,24 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from tandem.http import Headers, Responder, Response, StreamScan
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def what_is_wrong(body: bytes) -> str | None:
+    """Why a whole answer with status 200 is none, or None: broken off, an error, or an aborted choice."""
+    try:
+        answer = _answer.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "a body that is not a whole answer"
+    if bytes(answer.error) != b"null":
+        return "an error"
+    ended = {choice.finish_reason for choice in answer.choices} & {"abort", "error"}
+    return f"finish_reason {ended.pop()}" if ended else None
+
+
+_HELD_BYTES = 64 * 1024
 
 
 class StreamRelay:
     """The sink of a decode leg's body. Called for every read from the engine: this is the hot path.
 
-    The client's answer starts with the first bytes, not with the engine's head: until then a failed leg
-    can still be tried again. A first event that is an error does not start it either.
+    Nothing is sent before the engine has shown that it generates: its first `silent_events` events come
+    before any work was done (a chat's role, which vLLM sends even when the KV then cannot be loaded). They
+    are held, at most 64 KiB, and go out with the next event, unless that is an error: then the answer has not
+    started, and the leg can still be tried again.
     """
 
     __slots__ = (
         "_clock",
         "_headers",
+        "_held",
         "_last",
         "_observe_gap",
         "_on_first",
         "_responder",
         "_response",
+        "_silent_events",
         "scan",
     )
 
@@ -31,6 +64,7 @@ class StreamRelay:
         response: Response,
         headers: Headers,
         *,
+        silent_events: int,
         on_first: Callable[[float], None],
         observe_gap: Callable[[float], None],
         clock: Callable[[], float],
@@ -38,9 +72,11 @@ class StreamRelay:
         self._responder = responder
         self._response = response
         self._headers = headers
+        self._silent_events = silent_events
         self._on_first = on_first
         self._observe_gap = observe_gap
         self._clock = clock
+        self._held = b""
         self._last: float | None = None
         self.scan = StreamScan()
 
@@ -49,11 +85,25 @@ class StreamRelay:
         self.scan.feed(data)
         if self._last is not None:
             self._observe_gap(now - self._last)
-        elif self.scan.error is not None:
+            self._last = now
+            self._responder.write(data)
             return
-        else:
-            self._responder.attach(self._response)
-            self._responder.start(self._response.status, self._headers)
-            self._on_first(now)
+        self._held += data
+        if self.scan.error is None and (
+            self.scan.events > self._silent_events or len(self._held) > _HELD_BYTES
+        ):
+            self._start(now)
+
+    def end(self) -> None:
+        """The body is whole: what is still held goes out, unless it is an error."""
+        self.scan.end()
+        if self._last is None and self.scan.done and self.scan.error is None:
+            self._start(self._clock())
+
+    def _start(self, now: float) -> None:
         self._last = now
-        self._responder.write(data)
+        self._responder.attach(self._response)
+        self._responder.start(self._response.status, self._headers)
+        self._responder.write(self._held)
+        self._held = b""
+        self._on_first(now)

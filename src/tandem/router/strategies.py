@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.router.engines import Engine
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a strategy may know of a request. None: not counted, or counted without ids."""
+
+    tokens: int | None = None
+    ids: Sequence[int] | None = None
+
+
 class Strategy(Protocol):
-    def choose(self, candidates: Sequence[Engine]) -> Engine:
-        """Pick one of at least one candidate."""
+    def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Engine:
+        """Pick one of at least one candidate; candidates come sorted by URL."""
         ...
 
 
@@ -21,9 +30,8 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def choose(self, candidates: Sequence[Engine]) -> Engine:
-        ordered = sorted(candidates, key=lambda e: e.url)
-        chosen = next((e for e in ordered if e.url > self._last), ordered[0])
+    def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Engine:
+        chosen = next((e for e in candidates if e.url > self._last), candidates[0])
         self._last = chosen.url
         return chosen
 
@@ -34,9 +42,9 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turn = RoundRobin()
 
-    def choose(self, candidates: Sequence[Engine]) -> Engine:
+    def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Engine:
         least = min(e.in_flight for e in candidates)
-        return self._turn.choose([e for e in candidates if e.in_flight == least])
+        return self._turn.choose(prompt, [e for e in candidates if e.in_flight == least])
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"roundrobin": RoundRobin}

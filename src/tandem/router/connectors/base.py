@@ -25,8 +25,6 @@ class Handoff:
     since an engine accepts stale ones with another prompt and answers from the wrong KV."""
 
     params: msgspec.Raw
-    prompt_tokens: int | None
-    cached_tokens: int
     _spent: bool = False
 
     def spend(self) -> msgspec.Raw:
@@ -37,7 +35,7 @@ class Handoff:
 
 
 class Connector(Protocol):
-    """One request's hand-off."""
+    """One attempt to serve a request on a prefiller and a decoder; a second attempt has its own."""
 
     def prepare_prefill(self, api: Api, body: Body) -> bytes:
         """The body of the prefill leg."""

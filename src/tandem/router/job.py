@@ -1,0 +1,58 @@
+"""One request on its way through the router: what is known of it, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem.http import Request, Responder
+from tandem.router.body import Body
+from tandem.router.classify import Api
+from tandem.router.engines import Engine
+from tandem.router.strategies import Prompt
+
+
+class Path(StrEnum):
+    """Which engines serve a request."""
+
+    DISAGGREGATED = "disaggregated"
+    DECODE_ONLY = "decode_only"
+
+
+class Reason(StrEnum):
+    """Why a request takes its path; what `classify.why_decode_only` names comes beside these."""
+
+    SHORT = "short"
+    THRESHOLD = "threshold"
+    OVER_CONTEXT = "over_context"  # no engine can serve it, and the decoder's own error says so
+    NO_PREFILLERS_CONFIGURED = "no_prefillers_configured"
+    # The rest are fallbacks: a long prompt that a decoder must compute after all.
+    NO_PREFILLER = "no_prefiller"
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_REJECTED = "prefill_rejected"
+    HANDOFF_FAILED = "handoff_failed"
+
+
+@dataclass(slots=True)
+class Job:
+    request: Request
+    responder: Responder
+    api: Api
+    body: Body
+    id: str
+    arrived: float
+    explain: bool
+    prompt: Prompt = field(default_factory=Prompt)
+    path: Path = Path.DECODE_ONLY
+    reason: str = Reason.SHORT
+    fallback: bool = False
+    """Whether a decoder computes a prompt that belongs on a prefiller."""
+    prefiller: Engine | None = None
+    prefill_seconds: float | None = None
+    prefills: int = 0
+    """Prefill legs sent so far."""
+    failed_decoders: set[Engine] = field(default_factory=set)
+
+    def fall_back(self, reason: Reason) -> None:
+        self.path, self.reason, self.fallback = Path.DECODE_ONLY, reason, True
+        self.prefiller = self.prefill_seconds = None
