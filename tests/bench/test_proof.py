@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,12 @@ async def test_every_claim_can_fail() -> None:
         for i in range(len(mark.args[1]))
     }
     assert tried == {c.claim for c in (await proof_of(Endpoint())).checks}
+
+
+async def test_the_readme_shows_every_claim() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    for check in (await proof_of(Endpoint())).checks:
+        assert f"ok   {check.claim} " in readme
 
 
 async def test_what_was_seen_is_told_in_figures() -> None:

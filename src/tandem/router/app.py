@@ -136,11 +136,13 @@ async def running(
             yield server, app
         finally:
             app.draining = True
-            # Those who watch /ready send no more; until they have seen it, requests are still taken.
-            await asyncio.sleep(config.drain_delay)
-            if not await server.drain(config.drain_timeout):
-                logger.warning("not every answer was finished within %g s", config.drain_timeout)
-            await server.close()
+            try:
+                # Those who watch /ready send no more; until they have seen it, requests are still taken.
+                await asyncio.sleep(config.drain_delay)
+                if not await server.drain(config.drain_timeout):
+                    logger.warning("not every answer was finished within %g s", config.drain_timeout)
+            finally:
+                await server.close()
     finally:
         probing.cancel()
         with suppress(asyncio.CancelledError):

@@ -88,10 +88,10 @@ class StreamRelay:
             self._last = now
             self._responder.write(data)
             return
+        if self.scan.error is not None:
+            return
         self._held += data
-        if self.scan.error is None and (
-            self.scan.events > self._silent_events or len(self._held) > _HELD_BYTES
-        ):
+        if self.scan.events > self._silent_events or len(self._held) > _HELD_BYTES:
             self._start(now)
 
     def end(self) -> None:
