@@ -45,7 +45,7 @@ class Up:
     decode: list[str] = field(default_factory=list)
 
     def log(self, name: str) -> str:
-        (file,) = self.state.glob(f"**/logs/{name}.log")
+        (file,) = self.state.glob(f"**/{name}.log")
         return file.read_text("utf-8", "replace")
 
 

@@ -79,10 +79,10 @@ def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
 def test_nothing_is_left_however_the_endpoint_ends(
     tiny: Path, tmp_path: Path, ending: signal.Signals
 ) -> None:
+    shared = shared_memory()
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     processes = group_of(up)
     assert len(processes) >= 5  # tandem, the router, and two processes an engine
-    shared = shared_memory()
     code = stop_up(up, ending)
     assert code == (-9 if ending is signal.SIGKILL else 0)
     deadline = time.monotonic() + 30
