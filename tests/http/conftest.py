@@ -19,7 +19,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the event loop run until this holds. If it never does, the test hangs until its time-out."""
-    while not condition():  # noqa: ASYNC110 what is waited for is inside the code under test
+    while not condition():
         await asyncio.sleep(0)
 
 

@@ -25,7 +25,7 @@ def gone(pid: int) -> bool:
 
 async def eventually(holds: Callable[[], object]) -> None:
     """Wait until something holds; the test's own time-out is the limit."""
-    while not holds():  # noqa: ASYNC110 - what is waited for happens in another process
+    while not holds():
         await asyncio.sleep(0.005)
 
 

@@ -233,5 +233,5 @@ def local_counter(off: int = 0, fails: Exception | None = None) -> PromptCounter
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
     """Wait until something holds; the test's own time-out is the limit."""
-    while not await holds():  # noqa: ASYNC110 - what is waited for lies behind HTTP
+    while not await holds():
         await asyncio.sleep(0.005)
