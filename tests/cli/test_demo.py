@@ -18,6 +18,7 @@ from tandem.bench.chat import RequestFailed
 from tandem.bench.proof import Proof, ProofError, Shot
 from tandem.local import endpoint
 from tandem.local.errors import LocalError
+from tandem.local.ports import free_port
 
 from ..bench.fakes import Endpoint, serving
 from .conftest import Result, Tandem
@@ -131,10 +132,11 @@ def test_an_endpoint_is_started_proved_and_stopped(
 ) -> None:
     happened = fake_running(monkeypatch)
     fake_prove(monkeypatch, proved(held=held))
-    done = tandem_command("demo", "-f", manifest, "--model", model)
+    port = free_port(9000, "127.0.0.1")
+    done = tandem_command("demo", "-f", manifest, "--model", model, "--port", str(port))
     assert done.code == (0 if held else 1)
     assert happened == ["stopped"]
-    assert ("curl http://127.0.0.1:8000/v1/chat/completions" in done.out) is held
+    assert (f"curl http://127.0.0.1:{port}/v1/chat/completions" in done.out) is held
     assert ("tandem: 1 of 1 proofs failed: short: a claim" in done.err) is not held
     assert ("FAILED" in done.out) is not held
 
