@@ -1,6 +1,6 @@
 """A router before 32 engines that break all the time: nobody gets a wrong answer, and nothing is left behind.
 
-In virtual time, with a seed: an hour of trouble takes seconds and is the same each time.
+In virtual time, so that minutes of trouble take seconds.
 """
 
 from __future__ import annotations
