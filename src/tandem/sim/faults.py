@@ -1,6 +1,6 @@
 """Faults on demand: what breaks, where in an answer, for whom, how often.
 
-Grammar, for the header `x-sim-fault`, the endpoint `/sim/faults` and `--sim-fault`:
+Grammar, for the header `x-sim-fault`, the endpoint `/sim/faults` and `--fault`:
 
     faults := fault { ";" fault }
     fault  := KIND [ "=" VALUE ] [ "@" CHUNK ] { "," NAME "=" VALUE }
