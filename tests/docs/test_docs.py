@@ -12,10 +12,18 @@ import pytest
 
 from tandem.api import parse_endpoint
 from tandem.cli import parse
-from tandem.config import flags_table, router_config
+from tandem.config import RouterConfig, flags_table, router_config
 from tandem.engine import Core, EnginePorts, Machine, engine_count, plan
+from tandem.http import Client
+from tandem.router.budgets import Budgets
+from tandem.router.connectors import Nixl
 from tandem.router.engines import Fleet
+from tandem.router.gate import Gate
+from tandem.router.handover import Handovers
+from tandem.router.legs import Legs
 from tandem.router.metrics import Metrics
+from tandem.router.notifications import Notifications
+from tandem.router.waiting import Line
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,11 +79,19 @@ def test_the_router_flags_are_all_described() -> None:
     assert flags_table() in (ROOT / "docs" / "configuration.md").read_text()
 
 
-def test_the_metrics_are_all_described() -> None:
+def metrics() -> Metrics:
+    config, client, fleet = RouterConfig(decode=("http://127.0.0.1:1",)), Client(), Fleet()
+    handovers = Handovers(
+        Nixl(), Legs(client, config), fleet, Notifications(), notification_timeout=config.notification_timeout
+    )
+    return Metrics(fleet, Gate(config, fleet), Budgets(), Line(1), handovers)
+
+
+async def test_the_metrics_are_all_described() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     described = set(re.findall(r"^\| `(tandem_\w+)`", text, re.MULTILINE))
     exported = set()
-    for family in Metrics(Fleet()).registry.collect():
+    for family in metrics().registry.collect():
         exported.add(family.name + "_total" if family.type == "counter" else family.name)
     assert described == exported
 

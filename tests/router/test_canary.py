@@ -12,12 +12,15 @@ import pytest
 
 from tandem.config import RouterConfig
 from tandem.http import Client, Request, Responder, serve
+from tandem.router.budgets import Budgets
 from tandem.router.canary import Prober
 from tandem.router.connectors import Nixl
 from tandem.router.counting import Counter
 from tandem.router.discovery import Member
 from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.handover import Handovers
 from tandem.router.legs import Legs
+from tandem.router.notifications import Notifications
 
 from .fakes import JSON, FakeEngine, Seen, completion, engines, eventually, reads_kv
 
@@ -126,7 +129,8 @@ async def probe() -> AsyncIterator[Callable[..., Any]]:
                 probed.fleet,
                 probed.legs,
                 Counter(None, probed.legs, probed.fleet),
-                Nixl,
+                Handovers(Nixl(), probed.legs, probed.fleet, Notifications(), notification_timeout=1.0),
+                Budgets(),
                 waiting_interval=0.001,
                 ready_interval=0.002,
                 canary_timeout=5.0,

@@ -9,25 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.http import Origin
 from tandem.router.body import Body
 from tandem.router.classify import Api
-from tandem.router.connectors import CONNECTORS, Handoff, Nixl, PrefillFailed
+from tandem.router.connectors import Nixl, PrefillFailed
+from tandem.router.connectors.nixl import NixlAttempt
+from tandem.router.engines import Engine, EngineRole
 
 APIS = pytest.mark.parametrize("api", list(Api))
 
 
 def prefill(api: Api, **fields: Any) -> dict[str, Any]:
     """The prefill leg's body for a client's fields."""
-    body: dict[str, Any] = json.loads(Nixl().prepare_prefill(api, Body.parse(json.dumps(fields).encode())))
+    body: dict[str, Any] = json.loads(attempt().prepare_prefill(api, Body.parse(json.dumps(fields).encode())))
     return body
 
 
-def handed_over(reply: bytes) -> Handoff:
-    return Nixl().on_prefill_reply(reply)
+def attempt() -> NixlAttempt:
+    url = "http://127.0.0.1:8081"
+    return Nixl().attempt(Engine(url, EngineRole.DECODE, Origin.parse(url)))
 
 
-def test_it_is_what_the_name_nixl_means() -> None:
-    assert CONNECTORS["nixl"] is Nixl
+def handed_over(reply: bytes) -> NixlAttempt:
+    begun = attempt()
+    begun.on_prefill_reply(reply)
+    return begun
 
 
 @APIS
@@ -133,7 +139,9 @@ def test_what_shapes_the_prompt_or_its_cache_key_is_the_same(api: Api, field: st
 
 
 def test_numbers_of_the_client_stay_as_written() -> None:
-    leg = Nixl().prepare_prefill(Api.COMPLETIONS, Body.parse(b'{"prompt":"x","temperature":0.10,"seed":1E2}'))
+    leg = attempt().prepare_prefill(
+        Api.COMPLETIONS, Body.parse(b'{"prompt":"x","temperature":0.10,"seed":1E2}')
+    )
     assert b'"temperature":0.10,"seed":1E2' in leg
 
 
@@ -149,7 +157,7 @@ def reply(params: bytes = PARAMS) -> bytes:
 
 def test_the_decode_leg_is_the_clients_body_plus_the_parameters_verbatim() -> None:
     client = b'{"prompt":"x","temperature":0.10,"stream":true,"max_tokens":64,"stop":["a"],"min_tokens":3}'
-    leg = Nixl().prepare_decode(Api.COMPLETIONS, Body.parse(client), handed_over(reply()))
+    leg = handed_over(reply()).prepare_decode(Api.COMPLETIONS, Body.parse(client))
     assert leg == client[:-1] + b',"kv_transfer_params":' + PARAMS + b"}"
 
 
@@ -157,17 +165,33 @@ def test_the_decode_leg_is_the_clients_body_plus_the_parameters_verbatim() -> No
 def test_parameters_are_opaque(params: dict[str, Any]) -> None:
     """Whatever a later vLLM puts there is passed on."""
     text = json.dumps(params).encode()
-    leg = Nixl().prepare_decode(Api.CHAT, Body.parse(b"{}"), handed_over(reply(text)))
+    leg = handed_over(reply(text)).prepare_decode(Api.CHAT, Body.parse(b"{}"))
     assert leg == b'{"kv_transfer_params":' + text + b"}"
 
 
 def test_parameters_are_spent_once() -> None:
     """An engine accepts stale ones with another prompt and answers from the wrong KV."""
-    handoff = handed_over(reply())
+    begun = handed_over(reply())
     body = Body.parse(b"{}")
-    Nixl().prepare_decode(Api.CHAT, body, handoff)
-    with pytest.raises(RuntimeError, match="used twice"):
-        Nixl().prepare_decode(Api.CHAT, body, handoff)
+    begun.prepare_decode(Api.CHAT, body)
+    with pytest.raises(RuntimeError, match="once"):
+        begun.prepare_decode(Api.CHAT, body)
+
+
+def test_there_is_no_decode_leg_before_the_prefill_legs_answer() -> None:
+    begun = attempt()
+    assert begun.missing == "the prefill leg's answer"
+    with pytest.raises(RuntimeError, match="after the prefill leg's answer"):
+        begun.prepare_decode(Api.CHAT, Body.parse(b"{}"))
+    begun.on_prefill_reply(reply())
+    assert begun.missing is None
+
+
+def test_nothing_is_reserved_and_nothing_is_left_to_release() -> None:
+    """vLLM queues what has no room, and a lease that nobody takes ends by itself."""
+    url = "http://127.0.0.1:8081"
+    assert Nixl().reservation(100_000, Engine(url, EngineRole.DECODE, Origin.parse(url))) == ()
+    assert attempt().prepare_release(Api.CHAT, Body.parse(b"{}")) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 STRATEGIES = ("roundrobin",)
-CONNECTORS = ("nixl",)
+CONNECTORS = ("nixl", "lmcache")
 
 
 def engine_url(text: str) -> str:
@@ -27,6 +27,54 @@ def engine_url(text: str) -> str:
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
         raise ValueError(f"{text!r} must be a bare origin, as in http://10.0.0.7:8081")
     return f"http://{parts.netloc}"
+
+
+@dataclass(frozen=True)
+class ReceiverPorts:
+    """Where a decode engine's LMCache takes KV; `host` is None where it is the engine's own."""
+
+    host: str | None
+    init: tuple[int, ...]
+    alloc: tuple[int, ...]
+
+
+def receiver_ports(text: str) -> ReceiverPorts:
+    """`[HOST:]INIT[,INIT…]:ALLOC[,ALLOC…]`, one port of each kind for each rank; else a ValueError."""
+    host, colon, ports = text.rpartition(":")
+    host, given, inits = host.rpartition(":") if colon else ("", "", "")
+    try:
+        init, alloc = (tuple(_port(p) for p in part.split(",")) for part in (inits, ports))
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is not [HOST:]INIT[,INIT…]:ALLOC[,ALLOC…], as in 10.0.0.8:7300:7400: {error}"
+        ) from None
+    if len(init) != len(alloc):
+        raise ValueError(f"{text!r} has {len(init)} init ports and {len(alloc)} alloc ports")
+    if given and not host:
+        raise ValueError(f"{text!r} has an empty host")
+    return ReceiverPorts(host or None, init, alloc)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise ValueError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """A parser that keeps the text as it is once `check` has accepted it."""
+
+    def parse(text: str) -> str:
+        check(text)
+        return text
+
+    return parse
+
+
+def _listen_address(text: str) -> None:
+    host, colon, port = text.rpartition(":")
+    if not host or not colon or not (port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"{text!r} is not HOST:PORT, as in 0.0.0.0:7500")
 
 
 def _between(low: float, high: float, kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -108,10 +156,20 @@ class RouterConfig:
         "longest wait for a connection to an engine, in seconds", _between(0.05, 600, float), 3.0
     )
     prefill_timeout: float = _option(
-        "longest wait for the prefill leg's answer, in seconds", _between(0.1, 86_400, float), 600.0
+        "longest wait for the prefill leg's answer, in seconds; --seconds-per-1000-tokens adds to it",
+        _between(0.1, 86_400, float),
+        60.0,
     )
     first_token_timeout: float = _option(
-        "longest wait for the decode leg's first token, in seconds", _between(0.1, 86_400, float), 600.0
+        "longest wait for the decode leg's first token, in seconds; --seconds-per-1000-tokens adds to it",
+        _between(0.1, 86_400, float),
+        60.0,
+    )
+    seconds_per_1000_tokens: float = _option(
+        "what every thousand prompt tokens that an engine has to compute first add to those two time-outs: "
+        "the slowest pace at which it still counts as alive",
+        _between(0, 3600, float),
+        20.0,
     )
     stream_idle_timeout: float = _option(
         "longest silence in the middle of an answer, in seconds", _between(0.1, 86_400, float), 300.0
@@ -119,8 +177,71 @@ class RouterConfig:
     max_attempts: int = _option(
         "prefill legs, and decode legs, that one request may take in all", _between(1, 16, int), 3
     )
+    retry_ratio: float = _option(
+        "retries for each request in the long run; beside these, 50 at once and 1 a second are free",
+        _between(0, 10, float),
+        0.2,
+    )
+    suspect_after: int = _option(
+        "failed legs in a row after which an engine is used only where no other is left, until it has "
+        "answered a canary",
+        _between(1, 10_000, int),
+        5,
+    )
     max_fallbacks: int = _option(
         "long prompts that decoders may compute at once when no prefiller can", _between(0, 10_000, int), 2
+    )
+    max_fallback_tokens: int = _option(
+        "tokens of such prompts at once; one alone may have more", _between(0, 2**31 - 1, int), 32_768
+    )
+    reservation_timeout: float = _option(
+        "longest wait for room in a decoder's receive buffer, in seconds; then a decoder computes the prompt",
+        _between(0, 3600, float),
+        30.0,
+    )
+    reservation_queue: int = _option(
+        "requests that may wait for room in a receive buffer", _between(0, 1_000_000, int), 256
+    )
+    max_concurrent_requests: int | None = _option(
+        "requests served at once for each decode engine in use (`requestLimits.maxConcurrentRequests`)",
+        _between(1, 2**31 - 1, int),
+        None,
+    )
+    max_queue_size: int = _option(
+        "requests that may wait beyond those, for each decode engine in use (`requestLimits.maxQueueSize`)",
+        _between(0, 2**31 - 1, int),
+        0,
+    )
+    queue_timeout: float = _option("longest wait in that queue, in seconds", _between(0, 60, float), 60.0)
+    overflow_status_code: int = _option(
+        "what the rest are answered (`requestLimits.overflowStatusCode`)", _between(400, 599, int), 429
+    )
+    lmcache_receivers: tuple[str, ...] = _option(
+        "where each decode engine's LMCache takes KV, in the order of --decode: [HOST:]INIT:ALLOC, ports of "
+        "several ranks joined by commas; one value without a host is for all",
+        _checked(receiver_ports),
+        (),
+    )
+    lmcache_notify: str = _option(
+        "HOST:PORT to listen on for prefillers' notifications (LMCache's pd_proxy_host and pd_proxy_port)",
+        _checked(_listen_address),
+        "127.0.0.1:7500",
+    )
+    lmcache_chunk_size: int = _option("tokens of an LMCache chunk", _between(1, 1_000_000, int), 256)
+    lmcache_buffer_chunks: int | None = _option(
+        "chunks that a decode engine's receive buffer holds (pd_buffer_size over the bytes of a chunk)",
+        _between(1, 2**31 - 1, int),
+        None,
+    )
+    lmcache_ranks: int = _option(
+        "ranks of a prefill engine that send notifications: its tensor-parallel size",
+        _between(1, 4096, int),
+        1,
+    )
+    notification_timeout: float = _option(
+        "longest wait for notifications after the prefill leg's answer, in seconds",
+        _between(0.1, 600, float),
+        10.0,
     )
     drain_delay: float = _option(
         "on SIGTERM, seconds in which requests are still taken while /ready says no",
@@ -145,6 +266,30 @@ class RouterConfig:
             urls: tuple[str, ...] = getattr(self, name)
             if len(set(urls)) != len(urls):
                 raise ValueError(f"--{name}: an engine is given twice")
+        if self.connector == "lmcache":
+            self._check_lmcache()
+
+    def _check_lmcache(self) -> None:
+        if self.lmcache_buffer_chunks is None:
+            raise ValueError("--lmcache-buffer-chunks: is needed with --connector lmcache")
+        given = [receiver_ports(text) for text in self.lmcache_receivers]
+        for_all = len(given) == 1 and given[0].host is None
+        if not for_all and len(given) != len(self.decode):
+            raise ValueError(
+                f"--lmcache-receivers: {len(given)} are given for {len(self.decode)} decode engines; give "
+                "one for each, or one without a host for all"
+            )
+
+    def receiver(self, decode_url: str) -> tuple[str, ReceiverPorts]:
+        """The host and ports where a decode engine's LMCache takes KV (`--connector lmcache`)."""
+        many = len(self.lmcache_receivers) > 1
+        at = self.decode.index(decode_url) if many else 0
+        ports = receiver_ports(self.lmcache_receivers[at])
+        return ports.host or urlsplit(decode_url).hostname or "", ports
+
+    def patience(self, timeout: float, tokens: int) -> float:
+        """A time-out in seconds for an engine that has to compute so many prompt tokens first."""
+        return timeout + self.seconds_per_1000_tokens * tokens / 1000
 
 
 def _flag(f: Field[Any]) -> str:
@@ -156,9 +301,15 @@ def _metavar(f: Field[Any]) -> str:
         return "URL"
     if isinstance(f.default, float):
         return "SECONDS"
-    return {"model_path": "DIR", "tokenizer": "DIR", "max_model_len": "N"}.get(
-        f.name, "N" if isinstance(f.default, int) else "NAME"
-    )
+    return {
+        "model_path": "DIR",
+        "tokenizer": "DIR",
+        "max_model_len": "N",
+        "max_concurrent_requests": "N",
+        "lmcache_buffer_chunks": "N",
+        "lmcache_receivers": "[HOST:]INIT:ALLOC",
+        "lmcache_notify": "HOST:PORT",
+    }.get(f.name, "N" if isinstance(f.default, int) else "NAME")
 
 
 def _is_list(f: Field[Any]) -> bool:

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -17,17 +18,22 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tandem.config import RouterConfig
 from tandem.http import Client, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter, load
+from tandem.router.budgets import Budgets
 from tandem.router.canary import Prober
 from tandem.router.classify import Api
-from tandem.router.connectors import CONNECTORS
+from tandem.router.connectors import Connector, LMCache, Nixl, Receiver
 from tandem.router.counting import Counter
 from tandem.router.discovery import Discovery, StaticDiscovery
 from tandem.router.engines import Fleet
 from tandem.router.errors import ApiError
 from tandem.router.flow import Flow
+from tandem.router.gate import Gate
+from tandem.router.handover import Handovers
 from tandem.router.legs import Legs
 from tandem.router.metrics import Metrics
+from tandem.router.notifications import Notifications
 from tandem.router.strategies import STRATEGIES
+from tandem.router.waiting import Line
 
 logger = logging.getLogger("tandem.router")
 
@@ -120,17 +126,34 @@ async def running(
 
     `local` counts prompts (None: engines do).
     `waiting_interval`: seconds between two looks at an engine that is not ready yet."""
-    client, fleet = Client(), Fleet()
-    metrics = Metrics(fleet)
+    connector = _connector(config)
+    client = Client()
+    fleet = Fleet(
+        suspect_after=config.suspect_after, survives_decoder_restart=connector.survives_decoder_restart
+    )
     legs = Legs(client, config)
     counter = Counter(local, legs, fleet)
-    connector = CONNECTORS[config.connector]
-    flow = Flow(config, fleet, legs, counter, STRATEGIES[config.routing_strategy](), connector, metrics)
+    line = Line(config.reservation_queue)
+    budgets = Budgets(on_free=line.changed)
+    fleet.on_change(line.changed)
+    notifications = Notifications()
+    handovers = Handovers(
+        connector, legs, fleet, notifications, notification_timeout=config.notification_timeout
+    )
+    gate = Gate(config, fleet)
+    metrics = Metrics(fleet, gate, budgets, line, handovers)
+    strategy = STRATEGIES[config.routing_strategy]()
+    flow = Flow(config, fleet, legs, counter, strategy, gate, handovers, budgets, line, metrics)
     app = App(fleet, flow, metrics)
     source = discovery or StaticDiscovery(config.prefill, config.decode)
-    prober = Prober(source, fleet, legs, counter, connector, waiting_interval=waiting_interval)
-    probing = asyncio.create_task(prober.run())
-    try:
+    prober = Prober(source, fleet, legs, counter, handovers, budgets, waiting_interval=waiting_interval)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.aclose)
+        stack.push_async_callback(handovers.aclose)
+        if connector.pushes:
+            address = await stack.enter_async_context(notifications.listening(config.lmcache_notify))
+            logger.info("listening for notifications at %s", address)
+        await stack.enter_async_context(_background(prober.run()))
         server = await serve(app, config.host, config.port)
         try:
             yield server, app
@@ -143,11 +166,35 @@ async def running(
                     logger.warning("not every answer was finished within %g s", config.drain_timeout)
             finally:
                 await server.close()
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """A task that runs for the length of a block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
     finally:
-        probing.cancel()
+        task.cancel()
         with suppress(asyncio.CancelledError):
-            await probing
-        await client.aclose()
+            await task
+
+
+def _connector(config: RouterConfig) -> Connector:
+    if config.connector == "nixl":
+        return Nixl()
+    assert config.lmcache_buffer_chunks is not None  # checked by RouterConfig
+
+    def receiver(decode_url: str) -> Receiver:
+        host, ports = config.receiver(decode_url)
+        return Receiver(host, ports.init, ports.alloc)
+
+    return LMCache(
+        receiver,
+        chunk_size=config.lmcache_chunk_size,
+        buffer_chunks=config.lmcache_buffer_chunks,
+        ranks=config.lmcache_ranks,
+    )
 
 
 async def _until_signalled(config: RouterConfig, local: PromptCounter | None) -> None:

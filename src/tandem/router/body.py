@@ -54,6 +54,10 @@ class Body:
         """All fields, decoded."""
         return {name: self.get(name) for name in self._raw}
 
+    def picked(self, names: Iterable[str]) -> bytes:
+        """The body with these fields only, as they came."""
+        return _encode.encode({name: self._raw[name] for name in names if name in self._raw})
+
     def edited(self, changes: Mapping[str, Any], *, drop: Iterable[str] = ()) -> bytes:
         """The body with some fields set (a msgspec.Raw is inserted verbatim) and some left out."""
         fields: dict[str, Any] = {**self._raw, **changes}

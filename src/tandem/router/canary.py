@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import secrets
+import time
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
-from tandem.http import Origin
+from tandem.http import Headers, Origin
 from tandem.router.body import Body
+from tandem.router.budgets import Budgets
 from tandem.router.classify import Api
 from tandem.router.connectors import PrefillFailed
 from tandem.router.counting import Counter
 from tandem.router.discovery import Discovery, Member
 from tandem.router.engines import Engine, EngineRole, Fleet, State
-from tandem.router.flow import ConnectorFactory
+from tandem.router.handover import Handovers
 from tandem.router.legs import LegFailed, Legs
 
 logger = logging.getLogger("tandem.router")
+
+# More than a canary's prompt has in any vocabulary: it has 45 characters.
+_CANARY_TOKENS = 64
+
+# Seconds in which a second suspicion counts as a relapse, and the longest time that it is left alone then.
+_RELAPSE = 60.0
+_LONGEST_HOLD = 30.0
+
+# When a process of an engine started, as Python's Prometheus client tells it.
+_STARTED = re.compile(rb"(?m)^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)$")
 
 
 class Prober:
@@ -36,7 +52,8 @@ class Prober:
         fleet: Fleet,
         legs: Legs,
         counter: Counter,
-        connector: ConnectorFactory,
+        handovers: Handovers,
+        budgets: Budgets,
         *,
         waiting_interval: float = 0.5,
         ready_interval: float = 5.0,
@@ -46,12 +63,14 @@ class Prober:
         self._fleet = fleet
         self._legs = legs
         self._counter = counter
-        self._connector = connector
+        self._handovers = handovers
+        self._budgets = budgets
         self._waiting_interval = waiting_interval
         self._ready_interval = ready_interval
         self._canary_timeout = canary_timeout
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._engines: dict[Member, Engine] = {}
+        self._cleared: WeakKeyDictionary[Engine, tuple[int, float]] = WeakKeyDictionary()
 
     async def run(self) -> None:
         """Follow discovery until cancelled."""
@@ -85,11 +104,14 @@ class Prober:
         (a failed canary may hold KV blocks on the prefiller until their lease ends)."""
         pause = self._waiting_interval
         while True:
+            engine.alarm.clear()
+            if engine.state is State.SUSPECT:
+                await asyncio.sleep(self._hold(engine))
             try:
                 await self._visit(engine)
                 pause = self._waiting_interval
             except LegFailed as failure:
-                if engine.state is State.WAITING or failure.reason in ("connect", "unhealthy"):
+                if engine.state is State.WAITING or self._is_gone(engine, failure):
                     self._lose(engine, str(failure))
                 pause = (
                     self._waiting_interval if failure.unreachable else min(2 * pause, self._ready_interval)
@@ -98,7 +120,16 @@ class Prober:
                 logger.exception("probing %s", engine.url)
                 self._lose(engine, "the probe failed; see the router's log")
                 pause = self._ready_interval
-            await asyncio.sleep(self._ready_interval if self._settled(engine) else pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ready_interval if self._settled(engine) else pause):
+                    await engine.alarm.wait()
+
+    def _is_gone(self, engine: Engine, failure: LegFailed) -> bool:
+        """Whether a failed visit shows that an engine which was in use is not fit for it."""
+        if failure.reason in ("connect", "unhealthy"):
+            return True
+        # A canary that was answered with a failure is one; silence may be work.
+        return engine.state is State.SUSPECT and failure.reason not in ("head_timeout", "idle_timeout")
 
     def _settled(self, engine: Engine) -> bool:
         """Whether there is nothing left to prove of an engine."""
@@ -122,22 +153,57 @@ class Prober:
                 raise
             # Silence may be work; an answer that it is not well is one.
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
+        if engine.state is State.WAITING:
+            await self._identify(engine)
         if engine.role is EngineRole.DECODE:
-            if engine.state is State.WAITING:
-                await self._prove_decoder(engine)
+            match engine.state:
+                case State.WAITING:
+                    await self._prove_decoder(engine)
+                case State.SUSPECT:
+                    await self._send(engine, self._canary(engine.models[0]["id"]).edited({}))
+                    self._clear(engine)
             return
         decoders = self._fleet.ready(EngineRole.DECODE)
         if not decoders:
             engine.why = "answers, and waits for a decode engine to be proved with"
         failed: LegFailed | None = None
         for decoder in decoders:
-            if not self._fleet.is_proved(engine, decoder):
+            wanted = engine.state is State.SUSPECT or not self._fleet.is_proved(engine, decoder)
+            if wanted and self._fleet.may_meet(engine, decoder):
                 try:
                     await self._prove_pair(engine, decoder)
                 except LegFailed as failure:
                     failed = failure  # the pairs are proved one by one: the others may work
         if failed is not None:
             raise failed
+        if engine.state is State.SUSPECT:
+            self._clear(engine)
+
+    def _hold(self, engine: Engine) -> float:
+        """Seconds until a suspect engine's canary: the longer, the more often it was suspect again soon after
+        one, so that an engine which passes canaries and fails requests is left alone most of the time."""
+        relapses, cleared = self._cleared.get(engine, (0, -math.inf))
+        return min(2**relapses - 1, _LONGEST_HOLD) if time.monotonic() - cleared < _RELAPSE else 0.0
+
+    def _clear(self, engine: Engine) -> None:
+        relapses, cleared = self._cleared.get(engine, (0, -math.inf))
+        now = time.monotonic()
+        self._cleared[engine] = (relapses + 1 if now - cleared < _RELAPSE else 1, now)
+        logger.info("%s %s has answered a canary and is in use again", engine.role.value, engine.url)
+        self._fleet.worked(engine)
+
+    async def _identify(self, engine: Engine) -> None:
+        """Find out whether it is still the process that it was, where that matters."""
+        if self._handovers.connector.survives_decoder_restart:
+            return
+        try:
+            page = await self._legs.call(engine, "GET", "/metrics")
+        except LegFailed as failure:
+            if failure.reply is None:
+                raise
+            page = b""
+        found = _STARTED.search(page)
+        engine.identify(float(found[1]) if found else None)
 
     async def _prove_decoder(self, decoder: Engine) -> None:
         cards = msgspec.json.decode(
@@ -153,19 +219,23 @@ class Prober:
 
     async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> None:
         begun = self._fleet.pair(prefiller, decoder)
-        connector = self._connector()
         body = self._canary(decoder.models[0]["id"])
-        reply = await self._send(prefiller, connector.prepare_prefill(Api.COMPLETIONS, body))
-        try:
-            handoff = connector.on_prefill_reply(reply)
-        except PrefillFailed as failure:
-            raise LegFailed(prefiller, failure.reason, f"{prefiller.url}: {failure}") from None
-        try:
-            await self._send(decoder, connector.prepare_decode(Api.COMPLETIONS, body, handoff))
-        except LegFailed as failure:
-            # The decoder serves others; what failed is this prefiller's KV.
-            message = f"{decoder.url} cannot read the KV of {prefiller.url}: {failure}"
-            raise LegFailed(prefiller, "canary", message) from None
+        claims = self._handovers.connector.reservation(_CANARY_TOKENS, decoder)
+        if not self._budgets.fit(claims):
+            return  # its buffer is full of real requests: later
+        reservation = self._budgets.take(claims)
+        async with self._handovers.begin(Api.COMPLETIONS, body, prefiller, decoder, reservation) as handover:
+            try:
+                await handover.prefill(_canary_headers(), tokens=0, timeout=self._canary_timeout)
+            except PrefillFailed as failure:
+                raise LegFailed(prefiller, failure.reason, f"{prefiller.url}: {failure}") from None
+            try:
+                await self._send(decoder, handover.decode_body())
+            except LegFailed as failure:
+                # The decoder serves others; what failed is this prefiller's KV.
+                message = f"{decoder.url} cannot read the KV of {prefiller.url}: {failure}"
+                raise LegFailed(prefiller, "canary", message) from None
+            handover.taken()
         if self._fleet.prove_pair(prefiller, decoder, begun):
             logger.info("prefill %s is ready with decode %s", prefiller.url, decoder.url)
 
@@ -175,11 +245,19 @@ class Prober:
         return Body.parse(msgspec.json.encode(request))
 
     async def _send(self, engine: Engine, body: bytes) -> bytes:
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"x-request-id", f"canary-{secrets.token_hex(8)}".encode()),
-            (b"x-tandem-canary", b"1"),
-        ]
         return await self._legs.call(
-            engine, "POST", Api.COMPLETIONS.value, body, headers, head_timeout=self._canary_timeout
+            engine,
+            "POST",
+            Api.COMPLETIONS.value,
+            body,
+            _canary_headers(),
+            head_timeout=self._canary_timeout,
         )
+
+
+def _canary_headers() -> Headers:
+    return [
+        (b"content-type", b"application/json"),
+        (b"x-request-id", f"canary-{secrets.token_hex(8)}".encode()),
+        (b"x-tandem-canary", b"1"),
+    ]

@@ -50,3 +50,21 @@ def unavailable(message: str, *, retry_after_s: int = 1) -> ApiError:
 
 def bad_gateway(message: str) -> ApiError:
     return ApiError(502, message, kind="engine_error")
+
+
+class TooManyRequests(ApiError):
+    """More requests than the endpoint's limits allow. The body is HyperPod's: `error` is a string, and the
+    numbers stand beside it."""
+
+    def __init__(
+        self, status: int, *, max_concurrent: int, max_queue_size: int, current: int, retry_after_s: int
+    ) -> None:
+        super().__init__(status, "Too many concurrent requests", retry_after_s=retry_after_s)
+        self._numbers = {
+            "max_concurrent": max_concurrent,
+            "max_queue_size": max_queue_size,
+            "current": current,
+        }
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.message, **self._numbers})

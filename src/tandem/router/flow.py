@@ -1,6 +1,6 @@
 """The request engine: one flow for every generation request, disaggregated or not.
 
-classify → count → choose the decoder → (choose a prefiller, prefill leg, hand-off) → decode leg → relay.
+classify → count → choose decoder and prefiller, reserve → (prefill leg, hand-off) → decode leg → relay.
 One task runs a request from start to end; when the client leaves, the task is cancelled and whichever
 leg is open closes its connection, which ends the work on the engine.
 
@@ -15,28 +15,42 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.config import RouterConfig
-from tandem.http import Headers, Request, Responder, Response
+from tandem.http import Request, Responder
 from tandem.router.body import Body
+from tandem.router.budgets import Budgets, Reservation, possible
 from tandem.router.classify import Api, refuse_internal, why_decode_only
-from tandem.router.connectors import Connector, Handoff, PrefillFailed
+from tandem.router.connectors import Claim, PrefillFailed
 from tandem.router.counting import Counter
-from tandem.router.engines import Engine, EngineRole, Fleet
-from tandem.router.errors import ApiError, bad_gateway, unavailable
+from tandem.router.decoding import Decoding
+from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.errors import ApiError, TooManyRequests, bad_gateway, unavailable
+from tandem.router.gate import Gate
+from tandem.router.handover import Handover, Handovers
 from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
 from tandem.router.job import Job, Path, Reason
-from tandem.router.legs import MAX_REPLY_BYTES, LegFailed, Legs, Reply
+from tandem.router.legs import LegFailed, Legs
 from tandem.router.metrics import Metrics
-from tandem.router.relay import StreamRelay, what_is_wrong
+from tandem.router.plausible import is_plausible
+from tandem.router.retries import RetryBudget
 from tandem.router.strategies import LeastLoaded, Strategy
+from tandem.router.waiting import Line, LineFull, WaitedTooLong
 
 logger = logging.getLogger("tandem.router")
 
-ConnectorFactory = Callable[[], Connector]
-
 # Statuses by which an engine says that the request itself is at fault.
 _REJECTIONS = (400, 404, 413, 422)
+
+
+@dataclass(slots=True)
+class _Pair:
+    """The engines of one attempt, and what is reserved on them."""
+
+    decoder: Engine
+    prefiller: Engine
+    reservation: Reservation
 
 
 class Flow:
@@ -47,38 +61,50 @@ class Flow:
         legs: Legs,
         counter: Counter,
         strategy: Strategy,
-        connector: ConnectorFactory,
+        gate: Gate,
+        handovers: Handovers,
+        budgets: Budgets,
+        line: Line,
         metrics: Metrics,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`line`: those who wait for `budgets`."""
         self._config = config
         self._fleet = fleet
-        self._legs = legs
         self._counter = counter
         self._prefill_strategy = strategy
         self._decode_strategy = LeastLoaded()
-        self._connector = connector
+        self._handovers = handovers
+        self._budgets = budgets
+        self._line = line
         self._metrics = metrics
         self._clock = clock
+        self._gate = gate
+        self._retries = RetryBudget(config.retry_ratio, clock)
+        self._decoding = Decoding(config, legs, metrics, clock)
         self._served = frozenset(config.served_model_name)
         self._fallbacks = 0
+        self._fallback_tokens = 0
 
     async def serve(self, request: Request, responder: Responder, api: Api) -> None:
         """Answer one generation request, whatever happens to it."""
         arrived = self._clock()
         rid = request_id(request)
         job: Job | None = None
-        outcome = "failed"
+        admitted, outcome = False, "failed"
         try:
             job = self._accept(request, responder, api, rid, arrived)
-            await self._decide(job)
-            outcome = await self._generate(job)
+            async with self._gate.passing():
+                admitted = True
+                self._retries.request()
+                await self._decide(job)
+                outcome = await self._generate(job)
         except asyncio.CancelledError:
             outcome = "client_left"
             raise
         except ApiError as error:
-            outcome = "rejected" if error.status < 500 else "failed"
+            outcome = "rejected" if error.status < 500 or isinstance(error, TooManyRequests) else "failed"
             logger.warning("%s ends with HTTP %d: %s", rid, error.status, error.message)
             if responder.started:
                 responder.write(error.event())
@@ -87,7 +113,9 @@ class Flow:
                 headers = [*error.headers(), (b"x-request-id", rid.encode())]
                 responder.send(error.status, headers, error.body())
         finally:
-            path, reason = (job.path, job.reason) if job else ("none", "invalid")
+            path, reason = (
+                (job.path, job.reason) if job and admitted else ("none", "queue" if job else "invalid")
+            )
             self._metrics.requests.labels(path, reason, outcome).inc()
             if job is not None and job.prompt.tokens is not None:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
@@ -104,6 +132,7 @@ class Flow:
             id=rid,
             arrived=arrived,
             explain=self._config.explain and request.header(b"x-tandem-explain") == b"1",
+            longest=self._fleet.max_model_len,
         )
 
     def _check_model(self, body: Body) -> None:
@@ -131,7 +160,7 @@ class Flow:
             job.reason = decode_only
             logger.info("Conditional routing: reason=%s, disaggregate=False", job.reason)
             return
-        if threshold > 0 or job.explain:
+        if threshold > 0 or job.explain or self._handovers.connector.counts:
             job.prompt = await self._counter.count(job.api, job.body)
         tokens = job.prompt.tokens
         disaggregate = tokens is None or tokens >= threshold
@@ -148,116 +177,130 @@ class Flow:
             job.reason = Reason.NO_PREFILLERS_CONFIGURED
         elif tokens is not None and longest is not None and tokens >= longest:
             job.reason = Reason.OVER_CONTEXT
+        elif not is_plausible(job.body, longest):
+            job.fall_back(Reason.DOUBTFUL)
         else:
             job.path, job.reason = Path.DISAGGREGATED, Reason.THRESHOLD
 
     async def _generate(self, job: Job) -> str:
-        """Run the legs until the client has an answer. Returns how the request ended."""
-        for attempt in range(1, self._config.max_attempts + 1):
-            decoder = self._pick_decoder(job)
-            connector = self._connector()
-            handoff: Handoff | None = None
-            rejection: Reply | None = None
-            if job.path is Path.DISAGGREGATED:
-                handoff, rejection = await self._prefill(job, decoder, connector)
-            try:
-                if job.fallback:
-                    return await self._fall_back(job, decoder, connector, rejection)
-                return await self._decode(job, decoder, connector, handoff)
-            except LegFailed as failure:
-                self._note_failure(job, failure)
-                if job.responder.started:
-                    raise bad_gateway(
-                        f"The answer broke off: the decode engine failed ({failure.reason})."
-                    ) from None
-                job.failed_decoders.add(decoder)
-                if attempt == self._config.max_attempts or not self._may_go_on(job, failure):
-                    return self._give_up(job, failure)
-        raise AssertionError("unreachable: max_attempts is at least 1")
+        """Run legs until the client has an answer. Returns how the request ended."""
+        while True:
+            if job.path is Path.DISAGGREGATED and (pair := await self._reserve(job)) is not None:
+                outcome = await self._hand_over(job, pair)
+            else:
+                outcome = await self._decode_alone(job)
+            if outcome is not None:
+                return outcome
 
-    def _may_go_on(self, job: Job, failure: LegFailed) -> bool:
-        """Whether a decoder is left to try after one has failed."""
-        if self._untried_decoders(job):
-            return True
-        if failure.unreachable or job.path is Path.DECODE_ONLY:
-            return False
-        # There is only this decoder, and it answers: let it compute the prompt alone.
-        job.failed_decoders.clear()
-        job.fall_back(Reason.HANDOFF_FAILED)
-        return True
+    async def _reserve(self, job: Job) -> _Pair | None:
+        """The engines of the next attempt and what it needs of them, when that is free. None: the job has
+        fallen back."""
+        try:
+            return await self._line.turn(lambda: self._choose_pair(job), self._config.reservation_timeout)
+        except (LineFull, WaitedTooLong):
+            job.fall_back(Reason.NO_ROOM)
+        except _FallBack as fallen:
+            job.fall_back(fallen.reason)
+        logger.warning("%s falls back to a decoder alone: %s", job.id, job.reason)
+        return None
 
-    def _untried_decoders(self, job: Job) -> list[Engine]:
+    def _choose_pair(self, job: Job) -> _Pair | None:
+        """A decoder and a prefiller for one attempt, reserved; None: not now. Raises _FallBack when waiting
+        cannot help."""
+        prefillers = {d: self._prefillers(job, d) for d in self._decoders(job)}
+        if not any(prefillers.values()):
+            raise _FallBack(Reason.PREFILL_FAILED if job.failed_prefillers else Reason.NO_PREFILLER)
+        claims = {d: self._claims(job, d) for d, candidates in prefillers.items() if candidates}
+        if not any(map(possible, claims.values())):
+            raise _FallBack(Reason.OVER_BUFFER)
+        with_room = [d for d, needed in claims.items() if self._budgets.fit(needed)]
+        if not with_room:
+            return None
+        decoder = self._decode_strategy.choose(job.prompt, with_room)
+        prefiller = self._prefill_strategy.choose(job.prompt, prefillers[decoder])
+        return _Pair(decoder, prefiller, self._budgets.take(claims[decoder]))
+
+    def _claims(self, job: Job, decoder: Engine) -> list[Claim]:
+        return list(self._handovers.connector.reservation(job.tokens, decoder))
+
+    def _decoders(self, job: Job) -> list[Engine]:
+        """Decoders in use that this request has not failed on. Raises ApiError 503 when there is none."""
         ready = self._fleet.ready(EngineRole.DECODE)
-        return [d for d in ready if d not in job.failed_decoders] if job.failed_decoders else ready
-
-    def _pick_decoder(self, job: Job) -> Engine:
-        decoders = self._untried_decoders(job)
+        decoders = [d for d in ready if d not in job.failed_decoders] if job.failed_decoders else ready
         if not decoders:
             raise self._not_ready(job)
-        if job.path is Path.DISAGGREGATED:
-            decoders = [d for d in decoders if self._fleet.prefillers_for(d)] or decoders
-        return self._decode_strategy.choose(job.prompt, decoders)
+        return decoders
 
-    async def _prefill(
-        self, job: Job, decoder: Engine, connector: Connector
-    ) -> tuple[Handoff | None, Reply | None]:
-        """Run the prefill leg on one prefiller after another.
+    def _prefillers(self, job: Job, decoder: Engine) -> list[Engine]:
+        proved = self._fleet.prefillers_for(decoder)
+        return [p for p in proved if p not in job.failed_prefillers] if job.failed_prefillers else proved
 
-        Returns the hand-off; or none, and the job has fallen back to the decoder alone: then with the
-        prefiller's answer if it rejected the request itself.
-        """
-        tried: set[Engine] = set()
-        reason = Reason.NO_PREFILLER
-        while job.prefills < self._config.max_attempts:
-            candidates = [p for p in self._fleet.prefillers_for(decoder) if p not in tried]
-            if not candidates:
-                break
-            prefiller = self._prefill_strategy.choose(job.prompt, candidates)
-            tried.add(prefiller)
-            job.prefills += 1
-            strategy = type(self._prefill_strategy).__name__
-            logger.info("DPD prefill selection: %s selected %s", strategy, prefiller.url)
-            reason = Reason.PREFILL_FAILED
+    async def _hand_over(self, job: Job, pair: _Pair) -> str | None:
+        """One attempt on a prefiller and a decoder. None: it failed, and the request can go on."""
+        strategy = type(self._prefill_strategy).__name__
+        logger.info("DPD prefill selection: %s selected %s", strategy, pair.prefiller.url)
+        begun = self._handovers.begin(job.api, job.body, pair.prefiller, pair.decoder, pair.reservation)
+        async with begun as handover:
             try:
-                return await self._prefill_on(job, prefiller, connector), None
+                await self._prefill(job, pair.prefiller, handover)
             except LegFailed as failure:
-                self._note_failure(job, failure)
-                if failure.reply is not None and failure.reply.status in _REJECTIONS:
-                    job.fall_back(Reason.PREFILL_REJECTED)
-                    return None, failure.reply
+                self._prefill_failed(job, pair, failure)
+                return None
             except PrefillFailed as failure:
                 self._metrics.leg_failures.labels("prefill", failure.reason).inc()
-                logger.warning("%s prefill on %s: %s", job.id, prefiller.url, failure)
-        job.fall_back(reason)
-        logger.warning("%s falls back to a decoder alone: %s", job.id, reason)
-        return None, None
+                self._fleet.failed(pair.prefiller)
+                logger.warning("%s prefill on %s: %s", job.id, pair.prefiller.url, failure)
+                self._next_prefiller(job, pair)
+                return None
+            outcome = await self._decode(job, pair.decoder, handover)
+            if outcome == "ok":
+                self._fleet.worked(pair.prefiller)
+            elif outcome != "rejected" and pair.decoder.state is not State.WAITING:
+                # Perhaps it was the KV: several failures in a row have a canary sent across.
+                self._fleet.failed(pair.prefiller)
+            return outcome
 
-    async def _prefill_on(self, job: Job, prefiller: Engine, connector: Connector) -> Handoff:
+    async def _prefill(self, job: Job, prefiller: Engine, handover: Handover) -> None:
         sent = self._clock()
-        with prefiller.busy():
-            reply = await self._legs.call(
-                prefiller,
-                "POST",
-                job.api.value,
-                connector.prepare_prefill(job.api, job.body),
-                to_engine(job.request, engine_request_id(job.id)),
-                head_timeout=self._config.prefill_timeout,
-            )
+        job.prefills += 1
+        await handover.prefill(
+            to_engine(job.request, engine_request_id(job.id)),
+            tokens=job.tokens,
+            timeout=self._config.patience(
+                self._config.prefill_timeout, prefiller.pending_tokens + job.tokens
+            ),
+        )
         now = self._clock()
-        handoff = connector.on_prefill_reply(reply)
         job.prefiller, job.prefill_seconds = prefiller, now - sent
         self._metrics.prefill.observe(now - sent)
         logger.info("%s prefill time (TTFT): %.4f", job.id, now - sent)
         self._log_routing(job, prefiller.url, now - job.arrived)
-        return handoff
 
-    async def _fall_back(
-        self, job: Job, decoder: Engine, connector: Connector, rejection: Reply | None
-    ) -> str:
-        """A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once."""
-        if self._fallbacks >= self._config.max_fallbacks:
-            if rejection is not None:
-                job.responder.send(rejection.status, to_client(rejection.headers, job.id), rejection.body)
+    def _prefill_failed(self, job: Job, pair: _Pair, failure: LegFailed) -> None:
+        if failure.reply is not None and failure.reply.status in _REJECTIONS:
+            self._count_failure(job, failure)
+            job.fall_back(Reason.PREFILL_REJECTED)
+            job.rejection = failure.reply
+            return
+        self._note_failure(job, failure)
+        self._next_prefiller(job, pair)
+
+    def _next_prefiller(self, job: Job, pair: _Pair) -> None:
+        """Have the next attempt leave out the one that failed; without one, a decoder serves alone."""
+        job.failed_prefillers.add(pair.prefiller)
+        if job.prefills >= self._config.max_attempts or not self._retries.retry():
+            job.fall_back(Reason.PREFILL_FAILED)
+            logger.warning("%s falls back to a decoder alone: %s", job.id, job.reason)
+
+    async def _decode_alone(self, job: Job) -> str | None:
+        """A decoder computes the prompt and answers. None: it failed, and the request can go on."""
+        decoder = self._decode_strategy.choose(job.prompt, self._decoders(job))
+        if not job.fallback:
+            return await self._decode(job, decoder, None)
+        # A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once.
+        if not self._may_fall_back(job):
+            if (said := job.rejection) is not None:
+                job.responder.send(said.status, to_client(said.headers, job.id), said.body)
                 return "rejected"
             raise unavailable(
                 "No prefill engine can take this prompt, and decode engines compute as many long prompts "
@@ -265,108 +308,72 @@ class Flow:
                 retry_after_s=5,
             )
         self._fallbacks += 1
+        self._fallback_tokens += job.tokens
         try:
-            return await self._decode(job, decoder, connector, None)
+            return await self._decode(job, decoder, None)
         finally:
             self._fallbacks -= 1
+            self._fallback_tokens -= job.tokens
 
-    async def _decode(self, job: Job, decoder: Engine, connector: Connector, handoff: Handoff | None) -> str:
-        sent = self._clock()
-        body = (
-            connector.prepare_decode(job.api, job.body, handoff)
-            if handoff is not None
-            else job.body.edited({})
-        )
-        self._log_routing(job, f"decoder {decoder.url}", self._clock() - sent)
-        with decoder.busy():
-            async with self._legs.open(
-                decoder,
-                "POST",
-                job.api.value,
-                body,
-                to_engine(job.request, engine_request_id(job.id)),
-                head_timeout=self._config.first_token_timeout,
-                # A leg that carries a hand-off may reach an engine once only.
-                resend=handoff is None,
-            ) as response:
-                headers = to_client(response.headers, job.id) + self._explanation(job, decoder)
-                if response.status == 200 and _is_event_stream(response.header(b"content-type")):
-                    return await self._relay(job, decoder, handoff, response, headers, sent)
-                reply = Reply(response.status, headers, await response.read(MAX_REPLY_BYTES))
-                if reply.status >= 500:
-                    raise LegFailed(decoder, "status", f"{decoder.url} answered HTTP {reply.status}", reply)
-                if reply.status == 200 and (wrong := what_is_wrong(reply.body)) is not None:
-                    raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
-                job.responder.send(reply.status, reply.headers, reply.body)
-                return "ok" if reply.status < 400 else "rejected"
+    def _may_fall_back(self, job: Job) -> bool:
+        if self._fallbacks >= self._config.max_fallbacks:
+            return False
+        # One alone may be of any length.
+        tokens = self._fallback_tokens + job.tokens
+        return self._fallbacks == 0 or tokens <= self._config.max_fallback_tokens
 
-    async def _relay(
-        self,
-        job: Job,
-        decoder: Engine,
-        handoff: Handoff | None,
-        response: Response,
-        headers: Headers,
-        sent: float,
-    ) -> str:
-        ttft = self._metrics.ttft.labels(job.path)
+    async def _decode(self, job: Job, decoder: Engine, handover: Handover | None) -> str | None:
+        """The decode leg. None: it failed, the client has received nothing, and the request can go on."""
+        job.decodes += 1
+        self._log_routing(job, f"decoder {decoder.url}", 0.0)
+        try:
+            outcome = await self._decoding.run(job, decoder, handover)
+        except LegFailed as failure:
+            self._note_failure(job, failure)
+            if job.responder.started:
+                raise bad_gateway(
+                    f"The answer broke off: the decode engine failed ({failure.reason})."
+                ) from None
+            job.failed_decoders.add(decoder)
+            return None if self._may_go_on(job, failure) else self._give_up(job, failure)
+        if outcome == "ok":
+            self._fleet.worked(decoder)
+        elif outcome == "failed":
+            self._fleet.failed(decoder)
+        return outcome
 
-        def on_first(now: float) -> None:
-            response.idle_timeout = self._config.stream_idle_timeout
-            ttft.observe(now - job.arrived)
-            if handoff is not None:
-                self._metrics.handoff.observe(now - sent)
-
-        relay = StreamRelay(
-            job.responder,
-            response,
-            headers,
-            silent_events=1 if job.api is Api.CHAT else 0,
-            on_first=on_first,
-            observe_gap=self._metrics.itl.labels(job.path).observe,
-            clock=self._clock,
-        )
-        response.idle_timeout = self._config.first_token_timeout
-        await response.relay(relay)
-        relay.end()
-        scan = relay.scan
-        if not job.responder.started:
-            said = scan.error or "no answer"
-            raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
-        if scan.done and scan.error is None and scan.finish_reason is None:
-            job.responder.finish()
-            return "ok"
-        self._metrics.leg_failures.labels("decode", "in_band_error").inc()
-        if scan.error is None:
-            raise bad_gateway(f"The engine ended its answer early ({scan.finish_reason or 'no [DONE]'}).")
-        job.responder.abort()  # the engine's own error event has been relayed
-        return "failed"
-
-    def _explanation(self, job: Job, decoder: Engine) -> Headers:
-        """Response headers that tell the path taken, for clients that ask (and where it is enabled)."""
-        if not job.explain:
-            return []
-        told = {
-            "path": job.path.value,
-            "reason": str(job.reason),
-            "prompt-tokens": job.prompt.tokens,
-            "threshold": self._config.routing_threshold,
-            "prefill-url": job.prefiller.url if job.prefiller is not None else None,
-            "prefill-ms": f"{job.prefill_seconds * 1000:.1f}" if job.prefill_seconds is not None else None,
-            "decode-url": decoder.url,
-        }
-        return [(f"x-tandem-{k}".encode(), str(v).encode()) for k, v in told.items() if v is not None]
+    def _may_go_on(self, job: Job, failure: LegFailed) -> bool:
+        """Whether another decode leg may be tried after one has failed."""
+        if job.decodes >= self._config.max_attempts:
+            return False
+        if any(d not in job.failed_decoders for d in self._fleet.ready(EngineRole.DECODE)):
+            if not self._retries.retry():
+                return False
+            if job.path is Path.DISAGGREGATED and job.prefills >= self._config.max_attempts:
+                job.fall_back(Reason.HANDOFF_FAILED)
+            return True
+        if failure.unreachable or job.path is Path.DECODE_ONLY or not self._retries.retry():
+            return False
+        # There is only this decoder, and it answers: let it compute the prompt alone.
+        job.failed_decoders.clear()
+        job.fall_back(Reason.HANDOFF_FAILED)
+        return True
 
     def _not_ready(self, job: Job) -> ApiError:
         logger.warning("%s cannot be served: %s", job.id, self._fleet.missing or "every decode engine failed")
         return unavailable("The endpoint is not ready to serve this request. Try again.")
 
     def _note_failure(self, job: Job, failure: LegFailed) -> None:
-        engine = failure.engine
-        self._metrics.leg_failures.labels(engine.role.value, failure.reason).inc()
-        logger.warning("%s %s leg failed: %s", job.id, engine.role.value, failure)
+        self._count_failure(job, failure)
         if failure.unreachable:
-            self._fleet.lost(engine, f"cannot be reached: {failure}")
+            self._fleet.lost(failure.engine, f"cannot be reached: {failure}")
+        else:
+            self._fleet.failed(failure.engine)
+
+    def _count_failure(self, job: Job, failure: LegFailed) -> None:
+        role = failure.engine.role.value
+        self._metrics.leg_failures.labels(role, failure.reason).inc()
+        logger.warning("%s %s leg failed: %s", job.id, role, failure)
 
     def _give_up(self, job: Job, failure: LegFailed) -> str:
         """The last failure is final: the engine's own error where it gave one."""
@@ -381,5 +388,9 @@ class Flow:
         )
 
 
-def _is_event_stream(content_type: bytes | None) -> bool:
-    return content_type is not None and content_type.startswith(b"text/event-stream")
+class _FallBack(Exception):
+    """A decoder has to serve alone."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason

@@ -9,6 +9,7 @@ from tandem.http import Request, Responder
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.engines import Engine
+from tandem.router.legs import Reply
 from tandem.router.strategies import Prompt
 
 
@@ -26,7 +27,10 @@ class Reason(StrEnum):
     THRESHOLD = "threshold"
     OVER_CONTEXT = "over_context"  # no engine can serve it, and the decoder's own error says so
     NO_PREFILLERS_CONFIGURED = "no_prefillers_configured"
-    # The rest are fallbacks: a long prompt that a decoder must compute after all.
+    # The rest are long prompts that a decoder must compute after all.
+    DOUBTFUL = "doubtful"  # the decode leg would probably be rejected
+    OVER_BUFFER = "over_buffer"  # larger than what a decoder can receive
+    NO_ROOM = "no_room"  # decoders could not receive it in time
     NO_PREFILLER = "no_prefiller"
     PREFILL_FAILED = "prefill_failed"
     PREFILL_REJECTED = "prefill_rejected"
@@ -51,7 +55,22 @@ class Job:
     prefill_seconds: float | None = None
     prefills: int = 0
     """Prefill legs sent so far."""
+    decodes: int = 0
+    """Decode legs sent so far."""
+    longest: int | None = None
+    """Tokens of the longest prompt that an engine takes."""
+    rejection: Reply | None = None
+    """A prefiller's answer that the request itself is at fault."""
+    failed_prefillers: set[Engine] = field(default_factory=set)
     failed_decoders: set[Engine] = field(default_factory=set)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt; where they were not counted, at least as many as it has in plain text."""
+        if self.prompt.tokens is not None:
+            return self.prompt.tokens
+        most = len(self.request.body)
+        return most if self.longest is None else min(most, self.longest)
 
     def fall_back(self, reason: Reason) -> None:
         self.path, self.reason, self.fallback = Path.DECODE_ONLY, reason, True

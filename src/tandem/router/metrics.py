@@ -8,7 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tandem.router.budgets import Budgets
 from tandem.router.engines import Fleet, State
+from tandem.router.gate import Gate
+from tandem.router.handover import Handovers
+from tandem.router.waiting import Line
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -17,7 +21,7 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0
 class Metrics:
     """One router's metrics, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate, budgets: Budgets, line: Line, handovers: Handovers) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
@@ -64,7 +68,8 @@ class Metrics:
             ["path"],
             registry=self.registry,
         )
-        self.registry.register(_Engines(fleet))
+        self.registry.register(_Engines(fleet, budgets))
+        self.registry.register(_Waiting(gate, line, handovers))
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -74,8 +79,9 @@ class Metrics:
 class _Engines(Collector):
     """Each engine's state and load, read from the fleet at each scrape."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, budgets: Budgets) -> None:
         self._fleet = fleet
+        self._budgets = budgets
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         labels = ("role", "engine")
@@ -83,8 +89,49 @@ class _Engines(Collector):
         load = GaugeMetricFamily(
             "tandem_requests_in_flight", "Requests an engine has in hand from this router.", labels=labels
         )
+        pending = GaugeMetricFamily(
+            "tandem_pending_prompt_tokens",
+            "Prompt tokens that an engine has to compute for requests without a first answer yet.",
+            labels=labels,
+        )
+        reserved = GaugeMetricFamily(
+            "tandem_reserved", "What hand-offs hold on an engine, by resource.", labels=(*labels, "resource")
+        )
         for engine in self._fleet.engines:
-            ready.add_metric((engine.role.value, engine.url), engine.state is State.READY)
-            load.add_metric((engine.role.value, engine.url), engine.in_flight)
+            named = (engine.role.value, engine.url)
+            ready.add_metric(named, engine.state is State.READY)
+            load.add_metric(named, engine.in_flight)
+            pending.add_metric(named, engine.pending_tokens)
+        for (engine, resource), amount in self._budgets.used.items():
+            reserved.add_metric((engine.role.value, engine.url, resource), amount)
         yield ready
         yield load
+        yield pending
+        yield reserved
+
+
+class _Waiting(Collector):
+    """Requests that are being served or wait, and hand-offs that still have to be cleaned up."""
+
+    def __init__(self, gate: Gate, line: Line, handovers: Handovers) -> None:
+        self._gate = gate
+        self._line = line
+        self._handovers = handovers
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        running = GaugeMetricFamily("tandem_requests_running", "Requests being served.")
+        running.add_metric((), self._gate.running)
+        waiting = GaugeMetricFamily(
+            "tandem_requests_waiting",
+            "Requests in a queue: for their turn (admission) or for room in a receive buffer (reservation).",
+            labels=("queue",),
+        )
+        waiting.add_metric(("admission",), self._gate.waiting)
+        waiting.add_metric(("reservation",), len(self._line))
+        cleaning = GaugeMetricFamily(
+            "tandem_handoffs_cleaning_up", "Hand-offs that nobody uses and that still hold something."
+        )
+        cleaning.add_metric((), self._handovers.cleaning_up)
+        yield running
+        yield waiting
+        yield cleaning

@@ -1,8 +1,7 @@
 """KV connectors as sans-IO state machines: which legs a request has, and what each leg's body says."""
 
-from tandem.router.connectors.base import Connector, Handoff, PrefillFailed
+from tandem.router.connectors.base import Attempt, Claim, Connector, PrefillFailed
+from tandem.router.connectors.lmcache import LMCache, Receiver
 from tandem.router.connectors.nixl import Nixl
 
-CONNECTORS: dict[str, type[Connector]] = {"nixl": Nixl}
-
-__all__ = ["CONNECTORS", "Connector", "Handoff", "Nixl", "PrefillFailed"]
+__all__ = ["Attempt", "Claim", "Connector", "LMCache", "Nixl", "PrefillFailed", "Receiver"]

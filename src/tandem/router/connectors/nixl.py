@@ -6,17 +6,23 @@
    over NIXL and computes only the last prompt token.
 
 The prefiller frees the blocks when they were read, or when their lease ends (`kv_lease_duration`).
+Nothing is reserved: blocks are shared between prompts with a common prefix, so prompts counted in full would
+be held back without need, and a decoder without room makes the hand-off wait in its own queue, renewing the
+lease, while what runs there goes on and ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tandem.router.body import Body
 from tandem.router.classify import Api
-from tandem.router.connectors.base import Handoff, PrefillFailed
+from tandem.router.connectors.base import Claim, PrefillFailed
+from tandem.router.connectors.bodies import cut_to_one_token
+from tandem.router.engines import Engine
 
 _REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -26,24 +32,6 @@ _REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-
-# Dropped from the prefill leg: they shape the answer, not the prompt, and would end the one token
-# early, forbid it, or make the engine work for output that nobody reads.
-_ANSWER_FIELDS = (
-    "stream_options",
-    "stop",
-    "stop_token_ids",
-    "logprobs",
-    "top_logprobs",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "return_token_ids",
-)
-
 
 _NULL = msgspec.Raw(b"null")
 
@@ -57,25 +45,31 @@ _params = msgspec.json.Decoder(dict[str, Any] | None)  # looked at, not read
 
 
 class Nixl:
-    """Builds both legs of one request and reads the first one's answer."""
+    counts = False
+    pushes = False
+    # Every process has an engine id of its own, and parameters of another one are refused.
+    survives_decoder_restart = True
+
+    def reservation(self, tokens: int, decoder: Engine) -> Sequence[Claim]:
+        return ()
+
+    def attempt(self, decoder: Engine) -> NixlAttempt:
+        return NixlAttempt()
+
+
+class NixlAttempt:
+    """Holds what the prefill leg's answer says until the decode leg takes it."""
+
+    key: str | None = None
+
+    def __init__(self) -> None:
+        self._params: msgspec.Raw | None = None
+        self._used = False
 
     def prepare_prefill(self, api: Api, body: Body) -> bytes:
-        changes: dict[str, Any] = {
-            "max_tokens": 1,
-            "min_tokens": 1,
-            "ignore_eos": True,
-            "stream": False,
-            "kv_transfer_params": _REMOTE_DECODE,
-        }
-        if api is Api.CHAT:
-            # Both, as a request that sets only the newer name would otherwise run to its full length.
-            changes["max_completion_tokens"] = 1
-            # A forced tool call cannot be made in one token; the tools stay, as they shape the prompt.
-            if "tool_choice" in body and body.get("tool_choice") not in (None, "none", "auto"):
-                changes["tool_choice"] = "auto"
-        return body.edited(changes, drop=_ANSWER_FIELDS)
+        return cut_to_one_token(api, body, _REMOTE_DECODE)
 
-    def on_prefill_reply(self, reply: bytes) -> Handoff:
+    def on_prefill_reply(self, reply: bytes) -> None:
         try:
             answer = _reply.decode(reply)
             params = _params.decode(answer.kv_transfer_params)
@@ -83,7 +77,20 @@ class Nixl:
             raise PrefillFailed("bad_reply", f"the prefill answer is not what vLLM sends: {error}") from None
         if not params:
             raise PrefillFailed("no_kv_params", "the prefill answer has no kv_transfer_params")
-        return Handoff(answer.kv_transfer_params)
+        self._params = answer.kv_transfer_params
 
-    def prepare_decode(self, api: Api, body: Body, handoff: Handoff) -> bytes:
-        return body.edited({"kv_transfer_params": handoff.spend()})
+    def on_notification(self) -> None:
+        raise RuntimeError("NIXL sends no notifications")
+
+    @property
+    def missing(self) -> str | None:
+        return "the prefill leg's answer" if self._params is None else None
+
+    def prepare_decode(self, api: Api, body: Body) -> bytes:
+        if self._params is None or self._used:
+            raise RuntimeError("hand-off parameters are there once, after the prefill leg's answer")
+        self._used = True
+        return body.edited({"kv_transfer_params": self._params})
+
+    def prepare_release(self, api: Api, body: Body) -> bytes | None:
+        return None

@@ -1,0 +1,131 @@
+"""The decode leg: sent once to one decoder, its answer relayed to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config import RouterConfig
+from tandem.http import Headers, Response
+from tandem.router.classify import Api
+from tandem.router.engines import Engine
+from tandem.router.handover import Handover
+from tandem.router.headers import engine_request_id, to_client, to_engine
+from tandem.router.job import Job
+from tandem.router.legs import MAX_REPLY_BYTES, LegFailed, Legs, Reply
+from tandem.router.metrics import Metrics
+from tandem.router.relay import StreamRelay, what_is_wrong
+
+
+class Decoding:
+    def __init__(
+        self, config: RouterConfig, legs: Legs, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._legs = legs
+        self._metrics = metrics
+        self._clock = clock
+
+    async def run(self, job: Job, decoder: Engine, handover: Handover | None) -> str:
+        """Have a decoder answer the client. Returns how the request ended.
+
+        Raises LegFailed: as long as the client has received nothing, another leg may be tried.
+        """
+        body = handover.decode_body() if handover is not None else job.body.edited({})
+        computes = job.tokens if handover is None else 0
+        with decoder.busy(computes) as computed:
+            patience = self._config.patience(self._config.first_token_timeout, decoder.pending_tokens)
+            sent = self._clock()
+            async with self._legs.open(
+                decoder,
+                "POST",
+                job.api.value,
+                body,
+                to_engine(job.request, engine_request_id(job.id)),
+                head_timeout=patience,
+                # A leg that carries a hand-off may reach an engine once only.
+                resend=handover is None,
+            ) as response:
+                leg = _Leg(job, decoder, handover, computed, sent, patience)
+                headers = to_client(response.headers, job.id) + self._explanation(job, decoder)
+                if response.status == 200 and _is_event_stream(response.header(b"content-type")):
+                    return await self._relay(leg, response, headers)
+                reply = Reply(response.status, headers, await response.read(MAX_REPLY_BYTES))
+        if reply.status >= 500:
+            raise LegFailed(decoder, "status", f"{decoder.url} answered HTTP {reply.status}", reply)
+        if reply.status == 200 and (wrong := what_is_wrong(reply.body)) is not None:
+            raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
+        if reply.status == 200 and handover is not None:
+            handover.taken()
+        job.responder.send(reply.status, reply.headers, reply.body)
+        return "ok" if reply.status < 400 else "rejected"
+
+    async def _relay(self, leg: _Leg, response: Response, headers: Headers) -> str:
+        job, decoder = leg.job, leg.decoder
+        ttft = self._metrics.ttft.labels(job.path)
+
+        def on_first(now: float) -> None:
+            response.idle_timeout = self._config.stream_idle_timeout
+            leg.computed()
+            ttft.observe(now - job.arrived)
+            if leg.handover is not None:
+                leg.handover.taken()
+                self._metrics.handoff.observe(now - leg.sent)
+
+        relay = StreamRelay(
+            job.responder,
+            response,
+            headers,
+            silent_events=1 if job.api is Api.CHAT else 0,
+            on_first=on_first,
+            observe_gap=self._metrics.itl.labels(job.path).observe,
+            clock=self._clock,
+        )
+        response.idle_timeout = leg.patience
+        await response.relay(relay)
+        relay.end()
+        scan = relay.scan
+        if not job.responder.started:
+            said = scan.error or "no answer"
+            raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
+        if scan.done and scan.error is None and scan.finish_reason is None:
+            job.responder.finish()
+            return "ok"
+        if scan.error is None:
+            why = scan.finish_reason or "no [DONE]"
+            raise LegFailed(decoder, "in_band_error", f"{decoder.url} ended its answer early ({why})")
+        self._metrics.leg_failures.labels("decode", "in_band_error").inc()
+        job.responder.abort()  # the engine's own error event has been relayed
+        return "failed"
+
+    def _explanation(self, job: Job, decoder: Engine) -> Headers:
+        """Response headers that tell the path taken, for clients that ask (and where it is enabled)."""
+        if not job.explain:
+            return []
+        told = {
+            "path": job.path.value,
+            "reason": str(job.reason),
+            "prompt-tokens": job.prompt.tokens,
+            "threshold": self._config.routing_threshold,
+            "prefill-url": job.prefiller.url if job.prefiller is not None else None,
+            "prefill-ms": f"{job.prefill_seconds * 1000:.1f}" if job.prefill_seconds is not None else None,
+            "decode-url": decoder.url,
+        }
+        return [(f"x-tandem-{k}".encode(), str(v).encode()) for k, v in told.items() if v is not None]
+
+
+@dataclass(slots=True)
+class _Leg:
+    """What one decode leg's relay needs to know."""
+
+    job: Job
+    decoder: Engine
+    handover: Handover | None
+    computed: Callable[[], None]
+    sent: float
+    patience: float
+    """Longest wait for the first token, in seconds."""
+
+
+def _is_event_stream(content_type: bytes | None) -> bool:
+    return content_type is not None and content_type.startswith(b"text/event-stream")
