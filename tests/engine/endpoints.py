@@ -88,11 +88,13 @@ def endpoint(
     env: Sequence[dict[str, Any]] = (),
     command: Sequence[str] = (),
     annotations: dict[str, str] | None = None,
+    image: str = "vllm/vllm-openai:v0.32.0",
 ) -> Endpoint:
     """A small endpoint with these flags."""
     document = yaml.safe_load(NVME)
     document["metadata"]["annotations"] = annotations or {}
     document["spec"]["modelName"] = "small"
+    document["spec"]["worker"]["image"] = image
     document["spec"]["pdSpec"] = {
         "prefillSpec": {"replicas": prefillers, "args": list(prefill_args)},
         "decodingSpec": {"replicas": decoders, "args": list(decode_args)},

@@ -4,32 +4,61 @@ from __future__ import annotations
 
 import json
 import warnings
+from typing import Any
 
 import pytest
 
 from tandem.api import ANNOTATION_CONNECTOR, Role
-from tandem.engine import EngineError, choose_connector, kv_transfer_config
-from tandem.engine.kv_transfer import Accelerator
+from tandem.engine import EngineError, choose_connector, kv_transfer_config, startable_connector
+from tandem.engine.kv_transfer import CONNECTORS, Accelerator
 
 from .endpoints import endpoint
+
+LMCACHE_IMAGE = "lmcache/vllm-openai:v0.4.3"
+LMCACHE_ARGS = ["--kv-transfer-config", '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_producer"}']
 
 
 @pytest.mark.parametrize("annotations", [{}, {ANNOTATION_CONNECTOR: "auto"}, {ANNOTATION_CONNECTOR: "nixl"}])
 def test_nixl_is_chosen_and_the_choice_has_a_reason(annotations: dict[str, str]) -> None:
     choice = choose_connector(endpoint(annotations=annotations))
     assert choice.name == "nixl"
-    assert ("annotation" in choice.reason) == (annotations.get(ANNOTATION_CONNECTOR) == "nixl")
+    assert choice.asked == (annotations.get(ANNOTATION_CONNECTOR) == "nixl")
+    assert ("annotation" in choice.reason) == choice.asked
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"), [("lmcache", "LMCache yet"), ("nxil", "not a connector Tandem knows")]
+    ("resource", "why"),
+    [({"image": LMCACHE_IMAGE}, LMCACHE_IMAGE), ({"prefill_args": LMCACHE_ARGS}, "--kv-transfer-config")],
 )
-def test_another_connector_is_refused_with_what_works_today(asked: str, why: str) -> None:
+def test_lmcache_is_chosen_where_the_image_or_the_flags_carry_it(resource: dict[str, Any], why: str) -> None:
+    choice = choose_connector(endpoint(**resource))
+    assert (choice.name, choice.asked) == ("lmcache", False)
+    assert why in choice.reason
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_the_annotation_overrides_what_the_image_carries(name: str) -> None:
+    choice = choose_connector(endpoint(image=LMCACHE_IMAGE, annotations={ANNOTATION_CONNECTOR: name}))
+    assert (choice.name, choice.asked) == (name, True)
+
+
+def test_a_connector_that_is_none_is_refused_with_those_there_are() -> None:
     with pytest.raises(EngineError) as error:
-        choose_connector(endpoint(annotations={ANNOTATION_CONNECTOR: asked}))
-    assert f"metadata.annotations[{ANNOTATION_CONNECTOR}]" in str(error.value)
-    assert why in str(error.value)
-    assert "Use nixl" in str(error.value)
+        choose_connector(endpoint(annotations={ANNOTATION_CONNECTOR: "nxil"}))
+    assert f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is 'nxil'" in str(error.value)
+    assert "auto, nixl, lmcache" in str(error.value)
+
+
+def test_where_engines_with_lmcache_cannot_be_started_nixl_hands_over_and_a_note_says_so() -> None:
+    choice, note = startable_connector(choose_connector(endpoint(image=LMCACHE_IMAGE)))
+    assert choice.name == "nixl"
+    assert LMCACHE_IMAGE in str(note)
+    assert "replaced by NIXL" in str(note)
+
+
+def test_lmcache_that_was_asked_for_by_name_is_not_replaced_in_silence() -> None:
+    with pytest.raises(EngineError, match="Use nixl, or leave the annotation out"):
+        startable_connector(choose_connector(endpoint(annotations={ANNOTATION_CONNECTOR: "lmcache"})))
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])

@@ -9,6 +9,7 @@ from tandem.engine.kv_transfer import (
     ConnectorChoice,
     choose_connector,
     kv_transfer_config,
+    startable_connector,
 )
 from tandem.engine.launch import EngineLaunch, EnginePlan, EnginePorts, plan
 from tandem.engine.machine import Core, CoreShares, Machine, share_cores, share_gpus
@@ -42,6 +43,7 @@ __all__ = [
     "served_model_name",
     "share_cores",
     "share_gpus",
+    "startable_connector",
     "switch",
     "without",
 ]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.api import ANNOTATION_CONNECTOR, Endpoint, Role
+from tandem.engine.args import flag_value
 from tandem.engine.errors import EngineError
+from tandem.engine.roles import role_args
 
 Accelerator = Literal["cpu", "cuda"]
 
@@ -18,28 +20,64 @@ waits. vLLM's own default, written out so that what depends on it reads it from 
 _ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
 
+CONNECTORS = ("nixl", "lmcache")
+
+
 @dataclass(frozen=True)
 class ConnectorChoice:
-    name: Literal["nixl"]
+    name: Literal["nixl", "lmcache"]
     reason: str
+    asked: bool = False
+    """Whether the resource asks for it by name."""
 
 
 def choose_connector(endpoint: Endpoint) -> ConnectorChoice:
-    """The KV connector of an endpoint and why. Raises EngineError for one that Tandem does not run yet."""
+    """The KV connector of an endpoint and why: what the annotation names; by itself (`auto`) LMCache where
+    the image or the flags carry it, else NIXL. Raises EngineError for a name that is none."""
     asked = endpoint.metadata.annotations.get(ANNOTATION_CONNECTOR, "auto")
     match asked:
+        case "nixl" | "lmcache":
+            return ConnectorChoice(asked, f"{_SPELT[asked]}, by the annotation {ANNOTATION_CONNECTOR}", True)
         case "auto":
+            where = _lmcache_in(endpoint)
+            if where is not None:
+                return ConnectorChoice("lmcache", f"LMCache, as {where} carries it")
             return ConnectorChoice("nixl", "NIXL, the connector Tandem chooses")
-        case "nixl":
-            return ConnectorChoice("nixl", f"NIXL, by the annotation {ANNOTATION_CONNECTOR}")
-        case "lmcache":
-            hint = "Tandem does not hand off through LMCache yet"
-        case _:
-            hint = "it is not a connector Tandem knows"
     raise EngineError(
-        f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is {asked!r}; {hint}. "
-        "Use nixl, or leave the annotation out."
+        f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is {asked!r}; it is not a connector Tandem knows. "
+        f"Use one of auto, {', '.join(CONNECTORS)}, or leave the annotation out."
     )
+
+
+def startable_connector(choice: ConnectorChoice) -> tuple[ConnectorChoice, str | None]:
+    """The connector that engines started here hand over with, and a note where it is not the one chosen.
+
+    Raises EngineError when the resource asks by name for one that cannot be started.
+    """
+    if choice.name == "nixl":
+        return choice, None
+    if choice.asked:
+        raise EngineError(
+            f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is {choice.name!r}; Tandem does not start "
+            "engines that hand off through LMCache yet. Use nixl, or leave the annotation out."
+        )
+    instead = ConnectorChoice("nixl", "NIXL, as Tandem does not start engines with LMCache yet")
+    return instead, f"{choice.reason}: replaced by NIXL, with which Tandem starts engines on one machine"
+
+
+_SPELT = {"nixl": "NIXL", "lmcache": "LMCache"}
+
+
+def _lmcache_in(endpoint: Endpoint) -> str | None:
+    """The field that brings LMCache along."""
+    image = endpoint.spec.worker.image
+    if "lmcache" in image.lower():
+        return f"the image {image}"
+    for role in Role:
+        transfer = flag_value(role_args(endpoint, role), "--kv-transfer-config") or ""
+        if "lmcache" in transfer.lower():
+            return f"--kv-transfer-config of the {role.value} engines"
+    return None
 
 
 def kv_transfer_config(

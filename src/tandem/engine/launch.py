@@ -10,7 +10,13 @@ from tandem.api import Endpoint, Role
 from tandem.engine import cpu
 from tandem.engine.args import POSITIONALS, has_flag, settings, without
 from tandem.engine.errors import EngineError
-from tandem.engine.kv_transfer import KV_LEASE_SECONDS, ConnectorChoice, choose_connector, kv_transfer_config
+from tandem.engine.kv_transfer import (
+    KV_LEASE_SECONDS,
+    ConnectorChoice,
+    choose_connector,
+    kv_transfer_config,
+    startable_connector,
+)
 from tandem.engine.machine import Core, Machine, share_cores, share_gpus
 from tandem.engine.roles import (
     API_SERVER,
@@ -104,8 +110,9 @@ def plan(
         raise ValueError(f"{len(roles)} engines need as many ports; {len(ports)} were given")
     names = [f"{role}-{i}" for role, i in roles]
     model_name = served_model_name(endpoint)
-    connector = choose_connector(endpoint)
+    connector, note = startable_connector(choose_connector(endpoint))
     notes = _Notes()
+    notes.add(note)
     args = {
         role: _role_flags(endpoint, machine, role, model, connector, lease_seconds, notes) for role in Role
     }
