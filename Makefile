@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV_BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test test-all check format clean
+.PHONY: help setup dev demo test test-all tables bench-timing check format clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 	@echo "Settings: PYTHON=python3.12 (the Python of .venv), ARGS='--port 8001' (of demo),"
 	@echo "VLLM_PYTHON=PATH (a vLLM that is installed already), PIP_EXTRA_INDEX_URL=URL (for torch's CPU build)"
 
@@ -24,6 +24,12 @@ test: dev ## Run the tests (unit tests and one shared pair of real engines)
 
 test-all: dev ## Run every test, as CI does
 	$(VENV_BIN)/python -m pytest
+
+tables: dev ## Write the tables of docs/ that show what tests see
+	$(VENV_BIN)/python -m pytest -m table --write-docs
+
+bench-timing: dev ## Compare the simulator's times with a real pair's; writes docs/simulator.md
+	$(VENV_BIN)/python benchmarks/timing/run.py
 
 check: dev ## Lint, types, layers
 	$(VENV_BIN)/ruff check .

@@ -60,6 +60,36 @@ def test_what_a_manifest_leaves_out_has_the_defaults_of_the_resource() -> None:
     assert parse(COLOCATED).spec.pd_spec is None
 
 
+def test_request_limits_are_read_with_their_defaults() -> None:
+    def limits(text: str) -> tuple[int | None, int | None, int] | None:
+        read = parse(text).spec.worker.request_limits
+        return read and (read.max_concurrent_requests, read.max_queue_size, read.overflow_status_code)
+
+    assert limits(NVME) is None
+    assert limits(changed("spec", "worker", "requestLimits", to=None)) is None
+    assert limits(changed("spec", "worker", "requestLimits", to={})) == (None, None, 429)
+    assert limits(COLOCATED) == (64, 16, 503)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("maxConcurrentRequests", 0, "greater than or equal to 1 (it is 0)"),
+        ("maxConcurrentRequests", "64", "must be a whole number (it is '64')"),
+        ("maxConcurrentRequests", 2**31, "less than 2147483648"),
+        ("maxQueueSize", -1, "greater than or equal to 0 (it is -1)"),
+        ("maxQueueSize", 1.5, "must be a whole number (it is 1.5)"),
+        ("overflowStatusCode", 399, "greater than or equal to 400 (it is 399)"),
+        ("overflowStatusCode", 600, "less than or equal to 599 (it is 600)"),
+        ("maxConcurrentRequest", 5, "is not a field of the resource; did you mean maxConcurrentRequests?"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_told_with_its_path(name: str, value: Any, said: str) -> None:
+    (problem,) = problems(changed("spec", "worker", "requestLimits", to={name: value}))
+    assert problem.startswith(f"spec.worker.requestLimits.{name}: ")
+    assert said in problem
+
+
 def test_the_older_version_of_the_resource_is_read_too() -> None:
     assert parse(NVME.replace("com/v1\n", "com/v1alpha1\n")).metadata.name == "pd-nvme"
 

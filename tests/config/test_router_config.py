@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import RouterConfig, add_router_arguments, router_argv, router_config
-from tandem.config.router import engine_url
+from tandem.config.router import ReceiverPorts, engine_url, receiver_ports
 
 URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(1, 65535))
 # Any argument of a process; argparse takes `--` for itself.
@@ -21,6 +22,28 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 
 def seconds(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(low, high)
+
+
+PORTS = st.integers(1, 65535)
+HOSTS = st.sampled_from(["10.0.0.8", "d-0.example", "[fd00::8]"])
+
+
+@st.composite
+def lmcache(draw: st.DrawFn, decoders: int) -> dict[str, Any]:
+    """The flags of the lmcache connector, for so many decoders."""
+    ranks = draw(st.integers(1, 3))
+    ports = st.lists(PORTS, min_size=ranks, max_size=ranks).map(lambda p: ",".join(map(str, p)))
+    one = st.builds("{}:{}".format, ports, ports)
+    each = st.lists(one | st.builds("{}:{}".format, HOSTS, one), min_size=decoders, max_size=decoders)
+    return {
+        "connector": "lmcache",
+        "lmcache_receivers": tuple(draw(each | one.map(lambda receiver: [receiver]))),
+        "lmcache_notify": draw(st.sampled_from(["0.0.0.0:7500", "[::]:0", "127.0.0.1:65535"])),
+        "lmcache_chunk_size": draw(st.integers(1, 1_000_000)),
+        "lmcache_buffer_chunks": draw(st.integers(1, 2**31 - 1)),
+        "lmcache_ranks": draw(st.integers(1, 4096)),
+        "notification_timeout": draw(seconds(0.1, 600)),
+    }
 
 
 @st.composite
@@ -45,8 +68,19 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         prefill_timeout=draw(seconds(0.1, 86_400)),
         first_token_timeout=draw(seconds(0.1, 86_400)),
         stream_idle_timeout=draw(seconds(0.1, 86_400)),
+        seconds_per_1000_tokens=draw(seconds(0, 3600)),
         max_attempts=draw(st.integers(1, 16)),
+        retry_ratio=draw(seconds(0, 10)),
+        suspect_after=draw(st.integers(1, 10_000)),
         max_fallbacks=draw(st.integers(0, 10_000)),
+        max_fallback_tokens=draw(st.integers(0, 2**31 - 1)),
+        reservation_timeout=draw(seconds(0, 3600)),
+        reservation_queue=draw(st.integers(0, 1_000_000)),
+        max_concurrent_requests=draw(st.none() | st.integers(1, 2**31 - 1)),
+        max_queue_size=draw(st.integers(0, 2**31 - 1)),
+        queue_timeout=draw(seconds(0, 60)),
+        overflow_status_code=draw(st.integers(400, 599)),
+        **draw(st.just({}) | lmcache(decoders)),
         drain_delay=draw(seconds(0, 600)),
         drain_timeout=draw(seconds(0, 86_400)),
         explain=draw(st.booleans()),
@@ -106,9 +140,26 @@ def test_the_documented_command_line_is_read() -> None:
         ("--connect-timeout nan", "nan is outside"),
         ("--connect-timeout soon", "'soon' is not a number"),
         ("--routing-strategy random", "'random' is not one of roundrobin"),
-        ("--connector mooncake", "'mooncake' is not one of nixl"),
+        ("--connector mooncake", "'mooncake' is not one of nixl, lmcache"),
         ("--drain-delay 601", "601 is outside 0 … 600"),
         ("--max-attempts 0", "0 is outside 1 … 16"),
+        ("--suspect-after 0", "0 is outside 1 … 10000"),
+        ("--retry-ratio -0.1", "-0.1 is outside 0 … 10"),
+        ("--max-concurrent-requests 0", "0 is outside 1"),
+        ("--max-queue-size -1", "-1 is outside 0"),
+        ("--queue-timeout 61", "61 is outside 0 … 60"),
+        ("--overflow-status-code 200", "200 is outside 400 … 599"),
+        ("--overflow-status-code 600", "600 is outside 400 … 599"),
+        ("--lmcache-buffer-chunks 0", "0 is outside 1"),
+        ("--lmcache-notify 7500", "'7500' is not HOST:PORT, as in 0.0.0.0:7500"),
+        ("--lmcache-notify host:65536", "is not HOST:PORT"),
+        ("--lmcache-notify :7500", "is not HOST:PORT"),
+        ("--lmcache-receivers 7300", "'7300' is not [HOST:]INIT[,INIT…]:ALLOC[,ALLOC…]"),
+        ("--lmcache-receivers 7300:x", "'x' is not a port"),
+        ("--lmcache-receivers 0:7400", "'0' is not a port"),
+        ("--lmcache-receivers 7300:65536", "'65536' is not a port"),
+        ("--lmcache-receivers 7300,7301:7400", "has 2 init ports and 1 alloc ports"),
+        ("--lmcache-receivers :7300:7400", "has an empty host"),
         ("--log-level loud", "'loud' is not one of debug"),
         ("--default-chat-template-kwargs [1]", "'[1]' is not a JSON object"),
         ("--prefill https://p:1", "'https://p:1' is not an http:// URL"),
@@ -132,6 +183,21 @@ def test_a_bad_value_is_told_with_its_flag(flags: str, said: str) -> None:
         ("--decode http://a:1 --prefill http://a:1", "http://a:1 is in both"),
         ("--decode http://a:1 http://a:1/", "--decode: an engine is given twice"),
         ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: an engine is given twice"),
+        ("--decode http://a:1 --connector lmcache", "--lmcache-buffer-chunks: is needed with"),
+        (
+            "--decode http://a:1 --connector lmcache --lmcache-buffer-chunks 9",
+            "--lmcache-receivers: 0 are given for 1 decode engines",
+        ),
+        (
+            "--decode http://a:1 http://a:2 http://a:3 --connector lmcache --lmcache-buffer-chunks 9 "
+            "--lmcache-receivers 1:2 3:4",
+            "2 are given for 3 decode engines; give one for each, or one without a host for all",
+        ),
+        (
+            "--decode http://a:1 http://a:2 --connector lmcache --lmcache-buffer-chunks 9 "
+            "--lmcache-receivers b:1:2",
+            "1 are given for 2 decode engines",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags: str, said: str) -> None:
@@ -141,6 +207,47 @@ def test_flags_that_contradict_each_other_are_refused(flags: str, said: str) -> 
 
 def test_an_ipv6_engine_keeps_its_brackets() -> None:
     assert engine_url("http://[::1]:8100/") == "http://[::1]:8100"
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"),
+    [
+        ("7300:7400", ReceiverPorts(None, (7300,), (7400,))),
+        ("10.0.0.8:7300:7400", ReceiverPorts("10.0.0.8", (7300,), (7400,))),
+        ("d-0:1,2:3,4", ReceiverPorts("d-0", (1, 2), (3, 4))),
+        ("[fd00::8]:7300:7400", ReceiverPorts("[fd00::8]", (7300,), (7400,))),
+    ],
+)
+def test_receiver_ports_are_read(text: str, ports: ReceiverPorts) -> None:
+    assert receiver_ports(text) == ports
+
+
+def receivers(*given: str) -> RouterConfig:
+    return RouterConfig(
+        decode=("http://10.0.0.1:8000", "http://d-1:8000"),
+        connector="lmcache",
+        lmcache_receivers=given,
+        lmcache_buffer_chunks=9,
+    )
+
+
+def test_one_receiver_without_a_host_is_for_each_decode_engine_at_its_own() -> None:
+    config = receivers("7300:7400")
+    ports = ReceiverPorts(None, (7300,), (7400,))
+    assert config.receiver("http://10.0.0.1:8000") == ("10.0.0.1", ports)
+    assert config.receiver("http://d-1:8000") == ("d-1", ports)
+
+
+def test_receivers_are_in_the_order_of_the_decode_engines() -> None:
+    config = receivers("1:2", "kv:3:4")
+    assert config.receiver("http://10.0.0.1:8000") == ("10.0.0.1", ReceiverPorts(None, (1,), (2,)))
+    assert config.receiver("http://d-1:8000") == ("kv", ReceiverPorts("kv", (3,), (4,)))
+
+
+def test_patience_grows_with_the_tokens_that_an_engine_has_to_compute() -> None:
+    config = RouterConfig(decode=("http://d:1",), seconds_per_1000_tokens=20.0)
+    assert [config.patience(60.0, tokens) for tokens in (0, 1, 1000, 100_000)] == [60, 60.02, 80, 2060]
+    assert RouterConfig(decode=("http://d:1",), seconds_per_1000_tokens=0).patience(60.0, 10**9) == 60
 
 
 def test_every_field_has_a_flag_with_help() -> None:

@@ -17,12 +17,19 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
+import yaml
 
 from tandem.config import RouterConfig
+from tandem.local.plan import read_endpoint
 from tandem.prompt import PromptCounter, load
 from tandem.router.app import running
+from tandem.sim import EngineSpec, Fleet, parse
+
+from .pairs import Both, EventSource, Pair
 
 START_SECONDS = 240
+KV_BLOCKS = 70
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,12 +106,57 @@ def stop_up(up: Up, number: int = signal.SIGTERM) -> int:
     return up.process.wait(60)
 
 
+def with_kv_events(folder: Path) -> Path:
+    """A manifest: the built-in endpoint, but that its engines publish KV events, and that their caches hold
+    little more than one full context, so that a test can fill them."""
+    _, manifest = read_endpoint(None)
+    for role, spec in (("prefill", "prefillSpec"), ("decode", "decodingSpec")):
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{folder}/{role}",
+            "replay_endpoint": f"ipc://{folder}/{role}-replay",
+            "topic": "kv",
+        }
+        settings = manifest["spec"]["pdSpec"][spec]
+        settings["args"] = [*settings.get("args", []), "--kv-events-config", json.dumps(events)]
+    manifest["spec"]["worker"]["args"] += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
+    file = folder / "endpoint.yaml"
+    file.write_text(yaml.safe_dump(manifest), "utf-8")
+    return file
+
+
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One prefiller and one decoder with SmolLM2-135M behind a router with a threshold of 1,024 tokens."""
-    up = start_up(tmp_path_factory.mktemp("smollm2"))
+    folder = tmp_path_factory.mktemp("smollm2")
+    up = start_up(folder, "--file", str(with_kv_events(folder)))
     yield up
     assert stop_up(up) == 0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(smollm2: Up) -> AsyncIterator[Both]:
+    """The real pair, and a simulated one started by the same command lines."""
+    engines = smollm2.plan["engines"]
+    roles = [engine["role"] for engine in engines]
+    # The offset keeps the simulated engines away from where the real ones publish.
+    specs = [EngineSpec(parse(engine["argv"]), events_offset=1) for engine in engines]
+    limits = httpx.Limits(keepalive_expiry=2.0)  # gives connections up before vLLM does
+    async with (
+        Fleet(specs, environment={}) as fleet,
+        httpx.AsyncClient(timeout=60.0, limits=limits, trust_env=False) as client,
+    ):
+        pairs = []
+        for urls in ([engine["url"] for engine in engines], fleet.urls):
+            sources = [(await client.get(f"{url}/kv_event_sources")).json()["0"] for url in urls]
+            events = [EventSource(source["endpoint"], source["replay_endpoint"]) for source in sources]
+            pairs.append(
+                Pair(
+                    client, **dict(zip(roles, urls, strict=True)), events=dict(zip(urls, events, strict=True))
+                )
+            )
+        yield Both(*pairs)
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,6 @@ from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
                 "spec.autoScalingSpec",
                 "spec.metrics",
                 "spec.loadBalancer",
-                "spec.worker.requestLimits",
             ],
         ),
     ],
@@ -120,6 +119,7 @@ ACTED_ON = {
     "spec.worker.command",
     "spec.worker.environmentVariables",
     "spec.worker.modelVolumeMount",
+    "spec.worker.requestLimits",
 }
 # Required, and about containers only.
 EXPECTED = {"spec.worker.image", "spec.worker.resources", "spec.worker.modelInvocationPort"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 import shlex
 import socket
 from collections.abc import Callable
@@ -123,6 +124,53 @@ def test_the_engines_template_settings_reach_the_router(model: Path, machine: Ma
     assert (router.default_chat_template_kwargs, router.max_model_len) == ('{"a": 1}', 4000)
 
 
+@pytest.mark.parametrize(
+    ("limits", "planned_limits"),
+    [
+        (None, (None, 0, 429)),
+        ({}, (None, 0, 429)),
+        ({"maxConcurrentRequests": 64}, (64, 0, 429)),
+        ({"maxConcurrentRequests": 64, "maxQueueSize": 16, "overflowStatusCode": 503}, (64, 16, 503)),
+        ({"maxConcurrentRequests": 1, "maxQueueSize": 0, "overflowStatusCode": 400}, (1, 0, 400)),
+    ],
+)
+def test_request_limits_reach_the_router(
+    model: Path, machine: Machine, limits: dict[str, int] | None, planned_limits: tuple[int | None, int, int]
+) -> None:
+    raw = yaml.safe_load(NVME)
+    raw["spec"]["worker"]["requestLimits"] = limits
+    made = planned(raw, machine, model=model)
+    router = made.router
+    assert (
+        router.max_concurrent_requests,
+        router.max_queue_size,
+        router.overflow_status_code,
+    ) == planned_limits
+    assert ("--max-concurrent-requests" in made.router_argv) is (planned_limits[0] is not None)
+    assert not any("requestLimits" in text for text in (*made.notes, *made.unused_fields))
+
+
+def test_a_queue_without_a_limit_is_noted(model: Path, machine: Machine) -> None:
+    raw = yaml.safe_load(NVME)
+    raw["spec"]["worker"]["requestLimits"] = {"maxQueueSize": 16}
+    notes = planned(raw, machine, model=model).notes
+    assert "spec.worker.requestLimits: without maxConcurrentRequests nothing is limited or queued" in notes
+
+
+def test_the_limits_of_the_documented_manifest_are_those_that_the_page_tells(
+    model: Path, machine: Machine
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "local.md").read_text("utf-8")
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    router = planned(text, machine, model=model).router
+    assert router.max_concurrent_requests is not None
+    served = router.max_concurrent_requests * len(router.decode)
+    waiting = router.max_queue_size * len(router.decode)
+    told = " ".join(page.split())
+    assert f"{served} requests are served at once, {waiting} more wait" in told
+    assert f"`overflowStatusCode` ({router.overflow_status_code})" in told
+
+
 def test_with_a_tokenizer_that_lies_elsewhere_engines_count(model: Path, machine: Machine) -> None:
     """The model's own would give other counts."""
     raw = yaml.safe_load(NVME)
@@ -188,6 +236,7 @@ CHANGES: dict[str, Any] = {
     "spec.worker.command": ["vllm", "serve", "--max-num-seqs", "3"],
     "spec.worker.environmentVariables": [{"name": "A", "value": "1"}],
     "spec.worker.modelVolumeMount": {"name": "other"},
+    "spec.worker.requestLimits": {"maxConcurrentRequests": 5},
 }
 
 

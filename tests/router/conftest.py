@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -14,9 +16,13 @@ import pytest
 from tandem.config import RouterConfig
 from tandem.prompt import PromptCounter
 from tandem.router.app import App, running
+from tandem.router.budgets import Budgets
 from tandem.router.engines import EngineRole
+from tandem.router.handover import Handovers, Pace
+from tandem.router.waiting import Line
 
-from .fakes import FakeEngine, engines, eventually
+from .fakes import FakeEngine, engines, eventually, local_counter
+from .lmcache_fakes import CHUNK, FakeDecoder, FakePrefiller, Lab, Members, Watched
 
 SHORT = {"model": "m", "prompt": "hi", "max_tokens": 8}
 LONG = {"model": "m", "prompt": "a prompt that is longer than the threshold", "max_tokens": 8}
@@ -130,3 +136,97 @@ async def start() -> AsyncIterator[Start]:
             return endpoint
 
         yield start_one
+
+
+@pytest.fixture
+async def no_task_left() -> AsyncIterator[None]:
+    yield
+    assert asyncio.all_tasks() - {asyncio.current_task()} == set()
+
+
+PACE = Pace(settle=0.03, retries=(0.03,), release=5.0, late=0.3, shutdown=0.2)
+
+StartLab = Callable[..., Awaitable[Lab]]
+
+
+@pytest.fixture
+async def lab(no_task_left: None, start: Start, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartLab]:
+    """Start a router with the lmcache connector: `await lab(prefill=2, ranks=4, buffer=3, …)`.
+
+    `buffer`: chunks of each decoder; `pace`: of clean-ups; `before`: changes engines before the router sees
+    them. The rest is the router's configuration. At the end nothing may be left on either side, and no engine
+    may have died; a test that ends otherwise sets `lab.explained`."""
+    begun: list[Lab] = []
+
+    async def start_one(
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        ranks: int = 1,
+        buffer: int = 3,
+        pace: Pace = PACE,
+        before: Callable[[Lab], None] = lambda lab: None,
+        **options: Any,
+    ) -> Lab:
+        made = Lab()
+        begun.append(made)
+
+        def keep(name: str, replaced: str, kind: Callable[..., Any], **more: Any) -> None:
+            def make(*args: Any, **named: Any) -> Any:
+                thing = kind(*args, **named, **more)
+                setattr(made, name, thing)
+                return thing
+
+            monkeypatch.setattr(f"tandem.router.app.{replaced}", make)
+
+        keep("notifications", "Notifications", Watched)
+        keep("handovers", "Handovers", Handovers, pace=pace)
+        keep("budgets", "Budgets", Budgets)
+        keep("line", "Line", Line)
+        keep("members", "StaticDiscovery", Members)
+
+        def replace(prefillers: list[FakeEngine], decoders: list[FakeEngine]) -> None:
+            made.decode = [
+                FakeDecoder(d.name, alloc_port=7400 + 10 * i, capacity=buffer) for i, d in enumerate(decoders)
+            ]
+            made.prefill = [
+                FakePrefiller(
+                    p.name, ranks=ranks, decoders=made.decode, router=lambda: made.notifications.address
+                )
+                for p in prefillers
+            ]
+            before(made)
+            prefillers[:], decoders[:] = made.prefill, made.decode
+
+        made.endpoint = await start(
+            prefill=prefill,
+            decode=decode,
+            before=replace,
+            **{
+                "connector": "lmcache",
+                "lmcache_buffer_chunks": buffer,
+                "lmcache_chunk_size": CHUNK,
+                "lmcache_ranks": ranks,
+                "lmcache_notify": "127.0.0.1:0",
+                "lmcache_receivers": tuple(_receiver(i, ranks) for i in range(decode)),
+                "local": local_counter(),
+                "notification_timeout": 5.0,
+                **options,
+            },
+        )
+        return made
+
+    yield start_one
+    try:
+        for made in begun:
+            if not made.explained:
+                await made.idle()
+            assert [d.dead_of for d in made.decode] == [None] * len(made.decode)
+    finally:
+        for prefiller in chain.from_iterable(made.prefill for made in begun):
+            prefiller.close()
+
+
+def _receiver(decoder: int, ranks: int) -> str:
+    init, alloc = (",".join(str(first + 10 * decoder + r) for r in range(ranks)) for first in (7300, 7400))
+    return f"127.0.0.1:{init}:{alloc}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -110,14 +110,18 @@ class FakeEngine:
                 responder.send(500, JSON, b'{"error":{"message":"stale KV"}}')
                 return
             self.reads_of.add(kv["remote_request_id"])
+        self.say(seen, responder, self.chunks)
+
+    def say(self, seen: Seen, responder: Responder, texts: Sequence[str]) -> None:
+        """A whole answer, streamed in these pieces where that is asked for."""
         if seen.body.get("stream"):
             responder.start(200, SSE)
-            for text in self.chunks:
+            for text in texts:
                 responder.write(chunk(text))
             responder.write(DONE)
             responder.finish()
         else:
-            responder.send(200, JSON, json.dumps(completion("".join(self.chunks))).encode())
+            responder.send(200, JSON, json.dumps(completion("".join(texts))).encode())
 
     def prefill_reply(self, seen: Seen) -> dict[str, Any]:
         reply = completion("x")

@@ -22,8 +22,8 @@ def engine(name: str, role: EngineRole) -> Engine:
 class Box:
     """A fleet with two prefillers and two decoders."""
 
-    def __init__(self) -> None:
-        self.fleet = Fleet()
+    def __init__(self, **options: Any) -> None:
+        self.fleet = Fleet(**options)
         self.p0, self.p1 = self.add("p0", PREFILL), self.add("p1", PREFILL)
         self.d0, self.d1 = self.add("d0", DECODE), self.add("d1", DECODE)
 
@@ -167,6 +167,159 @@ def test_a_request_is_in_flight_until_its_block_ends_in_whatever_way(box: Box) -
     with pytest.raises(KeyError), box.d0.busy():
         raise KeyError
     assert box.d0.in_flight == 0
+
+
+def test_tokens_are_pending_until_they_are_computed_or_the_block_ends(box: Box) -> None:
+    with box.p0.busy(100) as computed, box.p0.busy(20):
+        assert (box.p0.in_flight, box.p0.pending_tokens) == (2, 120)
+        computed()
+        assert (box.p0.in_flight, box.p0.pending_tokens) == (2, 20)
+        computed()  # once only
+        assert box.p0.pending_tokens == 20
+    assert (box.p0.in_flight, box.p0.pending_tokens) == (0, 0)
+    with pytest.raises(KeyError), box.p0.busy(7):
+        raise KeyError
+    assert box.p0.pending_tokens == 0
+
+
+def test_after_five_failures_in_a_row_an_engine_is_used_only_where_no_other_is_left(box: Box) -> None:
+    box.decoders_ready(box.d0, box.d1)
+    for _ in range(4):
+        box.fleet.failed(box.d0)
+    box.fleet.worked(box.d0)
+    for _ in range(4):
+        box.fleet.failed(box.d0)
+    assert box.fleet.ready(DECODE) == [box.d0, box.d1]
+    assert not box.d0.alarm.is_set()
+    box.fleet.failed(box.d0)
+    assert (box.d0.state, box.d0.why) == (State.SUSPECT, "5 requests failed in a row")
+    assert box.d0.alarm.is_set(), "it is looked at now"
+    assert box.fleet.ready(DECODE) == [box.d1]
+    for _ in range(5):
+        box.fleet.failed(box.d1)
+    assert box.fleet.ready(DECODE) == [box.d0, box.d1], "some request must find out"
+    assert len(box.fleet.unproved) == 4, "both suspects, and the prefillers"
+    box.fleet.worked(box.d1)
+    assert box.fleet.ready(DECODE) == [box.d1]
+
+
+def test_a_suspect_prefiller_keeps_its_proofs_and_is_used_where_no_other_can_be(box: Box) -> None:
+    box.decoders_ready(box.d0, box.d1)
+    box.prove(box.p0, box.d0)
+    box.prove(box.p1, box.d0)
+    box.prove(box.p0, box.d1)
+    for _ in range(5):
+        box.fleet.failed(box.p0)
+    assert box.fleet.prefillers_for(box.d0) == [box.p1]
+    assert box.fleet.prefillers_for(box.d1) == [box.p0], "the only one that it can read"
+    assert box.prove(box.p0, box.d1)
+    assert box.p0.state is State.SUSPECT, "one pair is not all of them"
+    box.fleet.worked(box.p0)
+    assert box.fleet.prefillers_for(box.d0) == [box.p0, box.p1]
+
+
+def test_an_engine_that_is_out_of_use_is_not_made_suspect_and_comes_back_unsuspected(box: Box) -> None:
+    for _ in range(9):
+        box.fleet.failed(box.d0)
+        box.fleet.failed(box.p0)
+    assert box.d0.state is box.p0.state is State.WAITING
+    box.fleet.worked(box.d0)
+    assert box.d0.state is State.WAITING, "a request that went well there does not prove it"
+    box.fleet.failed(box.d0)
+    box.decoders_ready(box.d0)
+    box.prove(box.p0, box.d0)
+    for _ in range(4):
+        box.fleet.failed(box.d0)
+        box.fleet.failed(box.p0)
+    assert box.fleet.prefillers_for(box.d0) == [box.p0]
+    assert box.d0.state is box.p0.state is State.READY
+    for _ in range(5):
+        box.fleet.failed(box.d0)
+    box.fleet.lost(box.d0, "gone")
+    assert box.d0.failures == 0
+
+
+def test_who_asked_for_it_is_told_of_every_change_of_what_is_in_use(box: Box) -> None:
+    told: list[list[str]] = []
+    box.fleet.on_change(lambda: told.append([e.url for e in box.fleet.ready(DECODE)]))
+    box.decoders_ready(box.d0)
+    box.decoders_ready(box.d1)
+    for _ in range(5):
+        box.fleet.failed(box.d0)
+    box.fleet.worked(box.d1)  # changes nothing
+    box.fleet.worked(box.d0)
+    box.fleet.lost(box.d1, "gone")
+    d0, d1 = box.d0.url, box.d1.url
+    assert told == [[d0], [d0, d1], [d1], [d0, d1], [d0]]
+
+
+# Which pairs may meet (again)
+
+
+def test_where_prefillers_find_restarted_decoders_all_may_meet(box: Box) -> None:
+    box.decoders_ready(box.d0)
+    box.prove(box.p0, box.d0)
+    box.d0.identify(1.0)
+    assert box.fleet.may_meet(box.p0, box.d0)
+
+
+@pytest.fixture
+def wary() -> Box:
+    """With a connector whose prefillers do not find a decoder again that was restarted; all have met."""
+    box = Box(survives_decoder_restart=False)
+    for started, one in enumerate((box.p0, box.p1, box.d0, box.d1)):
+        one.identify(float(started))
+    box.decoders_ready(box.d0, box.d1)
+    for prefiller in (box.p0, box.p1):
+        for decoder in (box.d0, box.d1):
+            assert box.fleet.may_meet(prefiller, decoder)
+            box.prove(prefiller, decoder)
+    return box
+
+
+def back(box: Box, decoder: Engine, started: float | None) -> None:
+    box.fleet.lost(decoder, "gone")
+    decoder.identify(started)
+    box.decoders_ready(decoder)
+
+
+def test_a_decoder_that_was_only_away_may_be_met_again(wary: Box) -> None:
+    back(wary, wary.d0, 2.0)
+    assert wary.fleet.may_meet(wary.p0, wary.d0)
+
+
+@pytest.mark.parametrize("started", [9.0, None], ids=["another process", "it does not say"])
+def test_a_decoder_that_was_restarted_is_met_only_by_prefillers_that_were_too(
+    wary: Box, started: float | None
+) -> None:
+    back(wary, wary.d0, started)
+    assert not wary.fleet.may_meet(wary.p0, wary.d0)
+    assert wary.fleet.may_meet(wary.p0, wary.d1)
+    why = "the decode engine was restarted; restart the prefill engine, which cannot find it again"
+    assert wary.fleet.unproved == [f"{p.url} with {wary.d0.url}: {why}" for p in (wary.p0, wary.p1)]
+    wary.fleet.lost(wary.p0, "gone")
+    wary.p0.identify(10.0)
+    assert wary.fleet.may_meet(wary.p0, wary.d0)
+    assert wary.prove(wary.p0, wary.d0)
+    assert not wary.fleet.may_meet(wary.p1, wary.d0)
+    assert wary.fleet.prefillers_for(wary.d0) == [wary.p0]
+
+
+def test_a_pair_is_spoilt_by_having_met_even_where_no_kv_went_across(wary: Box) -> None:
+    """They shake hands before anything can fail."""
+    back(wary, wary.d0, 9.0)
+    third = wary.add("p2", PREFILL)
+    third.identify(5.0)
+    assert wary.fleet.may_meet(third, wary.d0)
+    wary.fleet.pair(third, wary.d0)
+    back(wary, wary.d0, 11.0)
+    assert not wary.fleet.may_meet(third, wary.d0)
+
+
+def test_engines_that_were_removed_are_no_longer_known_to_have_met(wary: Box) -> None:
+    wary.fleet.remove(wary.d0)
+    wary.d0.identify(9.0)
+    assert wary.fleet.may_meet(wary.p0, wary.d0)
 
 
 @dataclass

@@ -73,8 +73,8 @@ class Answer:
     def text(self) -> str:
         """What was generated."""
         if self.body.startswith(b"data: "):
-            return "".join(_text(c) for e in self.events for c in e.get("choices", ()))
-        return "".join(_text(choice) for choice in self.json["choices"])
+            return "".join(text_of(c) for e in self.events for c in e.get("choices", ()))
+        return "".join(text_of(choice) for choice in self.json["choices"])
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ class Answer:
         return self.body.endswith(b"data: [DONE]\n\n")
 
 
-def _text(choice: dict[str, Any]) -> str:
+def text_of(choice: dict[str, Any]) -> str:
     text: str = choice.get("text") or choice.get("delta", choice.get("message", {})).get("content") or ""
     return text
 

@@ -80,6 +80,15 @@ def test_a_leg_is_told_by_kv_transfer_params() -> None:
     assert faults.of("r", leg_of({"do_remote_decode": True}))
     assert not faults.of("s", leg_of({"do_remote_prefill": True}))
     assert not faults.of("t", leg_of(None))
+    assert faults.of("u", leg_of({"disagg_spec": {}, "lmcache.tag.req": "u"}))
+    assert leg_of({"lmcache.tag.req": "u"}) == "decode"
+    assert leg_of({"lmcache.skip_save": True}) == "alone"
+
+
+def test_a_fault_has_a_value_while_it_is_due() -> None:
+    faults = engine("late-notification=2,times=1")
+    assert faults.value("late-notification", "a", "prefill") == 2
+    assert faults.value("late-notification", "b", "prefill") == 0
 
 
 def test_a_requests_own_faults_are_forgotten_with_it() -> None:

@@ -112,6 +112,47 @@ async def test_choices_of_a_prompt_count_once_where_vllm_counts_the_prompt() -> 
 
 
 @in_virtual_time
+async def test_steps_without_a_token_are_not_counted() -> None:
+    async with engines(flags("--max-num-batched-tokens", "64", "--max-num-seqs", "8")) as e:
+        await e.complete(0, [9] * 300, max_tokens=2)
+        now = await samples(e, 0)
+        assert (now["iteration_tokens_total_count"], now["iteration_tokens_total_sum"]) == (2, 302)
+
+
+@in_virtual_time
+async def test_a_request_that_fails_before_its_first_token_counts_as_one_in_the_time_to_it() -> None:
+    async with engines(*pair()) as e:
+        params = await e.prefill(0)
+        answer = await e.complete(1, kv_transfer_params={**params, "remote_engine_id": "other"})
+        assert answer.status == 500
+        now = await samples(e, 1)
+        assert now["request_success_total,error"] == 1
+        assert now["time_to_first_token_seconds_count"] == now["iteration_tokens_total_count"] == 1
+        assert now["iteration_tokens_total_sum"] == now["prompt_tokens_total"] == 0
+
+
+@in_virtual_time
+async def test_blocks_that_lie_together_are_one_piece_of_a_transfer() -> None:
+    async with engines(*pair()) as e:
+        prompt = [9] * 100  # seven blocks of a fresh cache
+        await e.complete(1, prompt, kv_transfer_params=await e.prefill(0, prompt))
+        now = await samples(e, 1)
+        assert (now["nixl_num_descriptors_count"], now["nixl_num_descriptors_sum"]) == (1, 1)
+
+
+@in_virtual_time
+async def test_the_caches_configuration_is_told() -> None:
+    async with engines(flags()) as e:
+        for label, value in {
+            "block_size": "16",
+            "num_gpu_blocks": "200",
+            "kv_cache_size_tokens": "3200",
+            "kv_cache_max_concurrency": "1.5625",
+        }.items():
+            assert await e.metric(0, "vllm:cache_config_info", **{label: value}) == 1, label
+
+
+@in_virtual_time
 async def test_http_requests_are_counted_by_handler() -> None:
     async with engines(flags()) as e:
         await e.complete(0)

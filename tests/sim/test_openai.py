@@ -92,10 +92,9 @@ async def test_completions_take_text_ids_and_lists() -> None:
         ids = (await e.ask(0, "/tokenize", {"model": "m", "prompt": FOX})).json["tokens"]
         text, by_ids = await e.complete(0, FOX), await e.complete(0, ids)
         assert text.text == by_ids.text
-        both = (await e.complete(0, [FOX, "x"], n=2, return_token_ids=True)).json
+        both = (await e.complete(0, [FOX, "x"], n=2, temperature=1, return_token_ids=True)).json
         assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
-        assert both["choices"][0]["text"] == both["choices"][1]["text"] == text.text
-        assert both["choices"][0]["prompt_token_ids"] == ids
+        assert both["choices"][1]["prompt_token_ids"] == ids
         assert both["usage"]["completion_tokens"] == 32
 
 
@@ -221,6 +220,18 @@ ERRORS = [
     refusal({"model": "m", "prompt": []}, None, "You must pass at least one prompt", COMPLETIONS),
     refusal({"model": "m", "prompt": [99999999]}, None, "Token id 99999999 is out of", COMPLETIONS),
     refusal({"model": "m", "prompt": [5] * 2048}, "max_tokens", "at least 1, got 0.", COMPLETIONS),
+    refusal(chat(n=2), None, "n must be 1 when using greedy sampling, got 2."),
+    refusal(chat(n=10**6), None, "n must be at most 16384"),
+    refusal(chat(stop=5), "body.stop", "2 validation errors", **INVALID),
+    refusal(chat(user=7), "body.user", "'string_type'", **INVALID),
+    refusal(chat(response_format={}), "body.response_format.type", "6 validation errors", **INVALID),
+    refusal(chat(logit_bias={"x": 1}), "logit_bias", "cannot be converted to integer token IDs: ['x']"),
+    refusal(chat(tool_choice="required"), "tool_choice", "`tools` must be set"),
+    refusal(chat(messages=None), None, "'NoneType' object is not iterable"),
+    refusal({"prompt": [5, "a"]}, "body.prompt.1", "5 validation errors", COMPLETIONS, **INVALID),
+    refusal({"prompt": ["a", ""]}, None, "The decoder prompt cannot be empty", COMPLETIONS),
+    refusal({"prompt": [5] * 3000}, "input_tokens", "contains 3000 input tokens", COMPLETIONS),
+    refusal({"prompt": "a " * 3000}, "input_tokens", "contains at least 2049 input tokens", COMPLETIONS),
     refusal({}, "body.prompt", "2 validation errors", "/tokenize", **INVALID),
     refusal({"model": "m"}, "body.tokens", "Field required", "/detokenize", **INVALID),
 ]
@@ -241,6 +252,59 @@ def test_errors_are_worded_as_vllm_words_them(
             assert list(error) == ["message", "type", "param", "code"]
 
     ask()
+
+
+@pytest.mark.parametrize("body", [{"prompt": [10**8]}, {"stop_token_ids": [-1]}, {"logprobs": 99}])
+def test_what_the_engine_finds_wrong_is_told_within_a_stream(body: dict[str, Any]) -> None:
+    @in_virtual_time
+    async def ask() -> None:
+        async with engines(flags()) as e:
+            whole, stream = [
+                await e.ask(0, COMPLETIONS, {"prompt": "x", **body, "stream": s}) for s in (False, True)
+            ]
+            assert (whole.status, stream.status, stream.done) == (400, 200, True)
+            assert stream.events == [whole.json]
+
+    ask()
+
+
+@in_virtual_time
+async def test_values_of_another_type_are_taken_where_they_can_be_read() -> None:
+    async with engines(flags()) as e:
+        answer = await e.complete(0, max_tokens="3", temperature="0", echo="no", ignore_eos=1)
+        assert answer.json["usage"]["completion_tokens"] == 3
+
+
+@in_virtual_time
+async def test_a_prompt_can_be_had_back_alone() -> None:
+    async with engines(flags()) as e:
+        answer = (await e.complete(0, echo=True, max_tokens=0)).json
+        assert answer["choices"][0]["text"] == FOX
+        assert answer["usage"]["completion_tokens"] == 1, "vLLM computes one and throws it away"
+        stream = await e.complete(0, echo=True, stream=True)
+        first = stream.events[0]["choices"][0]
+        assert first["text"].startswith(FOX)
+        assert len(first["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+
+
+@in_virtual_time
+async def test_a_request_is_named_by_its_header_else_by_its_body() -> None:
+    async with engines(flags()) as e:
+        body = chat(request_id="body")
+        assert (await e.ask(0, CHAT, body)).json["id"] == "chatcmpl-body"
+        assert (await e.ask(0, CHAT, body, x_request_id="header")).json["id"] == "chatcmpl-header"
+
+
+@in_virtual_time
+async def test_an_answer_that_a_stop_string_ends_does_not_hold_up_others() -> None:
+    """It ends within a step, and the next step begins once."""
+    async with engines(flags("--max-num-batched-tokens", "64", "--max-num-seqs", "8")) as e:
+        every = {"stop": [" "], "max_tokens": 50, "ignore_eos": True}
+        answers = await asyncio.gather(
+            *(e.complete(0, [i + 7] * 100, **(every if i % 2 else {})) for i in range(12))
+        )
+        assert {answer.status for answer in answers} == {200}
+        assert e.idle(0)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
@@ -278,6 +342,9 @@ async def test_other_paths() -> None:
         assert cards[0]["max_model_len"] == 2048
         missing = await e.ask(0, "/nope")
         assert (missing.status, missing.json) == (404, {"detail": "Not Found"})
+        slash = await e.ask(0, "/v1/models/")
+        assert slash.status == 307
+        assert (b"location", f"{e[0].url}/v1/models".encode()) in slash.headers
         wrong = await e.ask(0, CHAT)
         assert (wrong.status, wrong.json) == (405, {"detail": "Method Not Allowed"})
         assert (b"allow", b"POST") in wrong.headers

@@ -120,6 +120,17 @@ class EnvVar(Section):
     value_from: Any = None
 
 
+class RequestLimits(Section):
+    """`spec.worker.requestLimits`: what one model pod takes at once; no limit without
+    `maxConcurrentRequests`."""
+
+    max_concurrent_requests: Annotated[Int32, Field(ge=1)] | None = None
+    max_queue_size: Annotated[Int32, Field(ge=0)] | None = None
+    """Requests that may wait beyond those, for at most 60 seconds."""
+    overflow_status_code: Annotated[Int32, Field(ge=400, le=599)] = 429
+    """The HTTP status that the rest are answered with."""
+
+
 class Worker(Section):
     """`spec.worker`: what both roles share."""
 
@@ -132,7 +143,7 @@ class Worker(Section):
     working_dir: str | None = None
     environment_variables: tuple[EnvVar, ...] = ()
     probes: Any = None
-    request_limits: Any = None
+    request_limits: RequestLimits | None = None
 
 
 class Spec(Section):

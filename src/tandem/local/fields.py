@@ -24,6 +24,7 @@ _MEANT = (
     "spec.worker.command",
     "spec.worker.environmentVariables",
     "spec.worker.modelVolumeMount",
+    "spec.worker.requestLimits",
 )
 # Required by the CRD, and about containers only: listing them for every manifest would say nothing.
 _EXPECTED = ("spec.worker.image", "spec.worker.resources", "spec.worker.modelInvocationPort")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.api import Endpoint, Role, load_endpoint, parse_endpoint
+from tandem.api import Endpoint, RequestLimits, Role, load_endpoint, parse_endpoint
 from tandem.config import STRATEGIES, RouterConfig, router_argv
 from tandem.engine import (
     EngineLaunch,
@@ -141,6 +141,9 @@ def make_plan(
     countable = tokenizer is None or Path(tokenizer).is_dir()
     if not countable:
         notes.append(f"--tokenizer {tokenizer}: is no folder on this machine, so engines count the prompts")
+    limits = spec.worker.request_limits or RequestLimits()
+    if limits.max_queue_size and limits.max_concurrent_requests is None:
+        notes.append("spec.worker.requestLimits: without maxConcurrentRequests nothing is limited or queued")
     name = served_model_name(endpoint)
     router = RouterConfig(
         host=host,
@@ -156,6 +159,9 @@ def make_plan(
         default_chat_template_kwargs=flag_value(args, "--default-chat-template-kwargs"),
         exclude_tools_when_tool_choice_none=bool(switch(args, "--exclude-tools-when-tool-choice-none")),
         max_model_len=max_model_len(endpoint),
+        max_concurrent_requests=limits.max_concurrent_requests,
+        max_queue_size=limits.max_queue_size or 0,
+        overflow_status_code=limits.overflow_status_code,
         explain=True,
     )
     return LocalPlan(

@@ -12,6 +12,7 @@ from uuid import uuid4
 import msgspec
 import zmq
 
+from tandem.sim import lmcache
 from tandem.sim.args import KvTransfer, UsageError, VllmArgs
 from tandem.sim.clock import Clock
 from tandem.sim.cost import CostProfile
@@ -43,7 +44,7 @@ class Place:
     listens_to_others: bool
     """Whether engines of other processes may fetch KV."""
     events_offset: int = 0
-    """Added to the ports of `--kv-events-config`."""
+    """Added to the ports of `--kv-events-config`, and of LMCache's configuration."""
 
 
 Kind = Callable[[KvTransfer, VllmArgs, Place, Mapping[str, str], Engine], HandOff]
@@ -66,7 +67,21 @@ def _nixl(
     )
 
 
-KINDS: Mapping[str, Kind] = {"NixlConnector": _nixl, "CpuNixlConnector": _nixl}
+def _lmcache(
+    transfer: KvTransfer, args: VllmArgs, place: Place, environment: Mapping[str, str], engine: Engine
+) -> HandOff:
+    ranks = args.tensor_parallel
+    settings = lmcache.read(transfer, environment, ranks=ranks, offset=place.events_offset)
+    if settings is None:
+        logger.info("LMCache without enable_pd: what it would cache is not simulated")
+        return NoHandOff()
+    # In the form of LMCache's start-up line, which people grep for.
+    logger.info("LMCache Configuration: %s", {"enable_pd": True, "pd_role": settings.role})
+    return lmcache.make(engine, settings, model=args.model, ranks=ranks, listen=place.listens_to_others)
+
+
+_NIXL = {"NixlConnector": _nixl, "CpuNixlConnector": _nixl}
+KINDS: Mapping[str, Kind] = {**_NIXL, "LMCacheConnectorV1": _lmcache, "CpuLMCacheConnector": _lmcache}
 """vLLM's kv_connector → how it is simulated."""
 
 
@@ -182,9 +197,10 @@ def build(
     metrics = Metrics(
         args.served_names[0],
         engine_settings.limits.max_model_len,
-        nixl=transfer is not None,
+        nixl=transfer is not None and transfer.connector in _NIXL,
         consumer=transfer is not None and transfer.role != "kv_producer",
         cache_info=_cache_info(args, engine_settings),
+        layers=_layers(args.model),
     )
 
     def make_handoff(engine: Engine) -> HandOff:
@@ -256,21 +272,59 @@ def _moved(events: EventsConfig, offset: int) -> EventsConfig:
     )
 
 
+# What vllm:cache_config_info tells of features that a simulator has no use for: vLLM's defaults.
+_CACHE_DEFAULTS = {
+    "_block_size_resolved": "True",
+    "cache_dtype": "auto",
+    "cache_hit_alignment_tokens": "None",
+    "enable_mamba_shared_prefix_checkpoint": "False",
+    "gpu_memory_utilization": "0.92",
+    "hash_block_size": "None",
+    "is_attention_free": "False",
+    "kv_cache_dtype_skip_layers": "[]",
+    "kv_cache_layout": "None",
+    "kv_offloading_backend": "native",
+    "kv_offloading_size": "None",
+    "kv_sharing_fast_prefill": "False",
+    "mamba_block_size": "None",
+    "mamba_cache_dtype": "auto",
+    "mamba_cache_mode": "none",
+    "mamba_page_size_padded": "None",
+    "mamba_ssm_cache_dtype": "float32",
+    "num_cpu_blocks": "None",
+    "prefix_cache_retention_interval": "0",
+    "prefix_caching_hash_algo": "sha256",
+    "prefix_match_unit": "None",
+    "replayssm_buffer_len": "16",
+    "skip_page_size_padded": "None",
+    "sliding_window": "None",
+    "swa_bounded_replay": "True",
+    "use_kda_recoverssm": "False",
+    "use_replayssm": "False",
+}
+
+
 def _cache_info(args: VllmArgs, engine: EngineSettings) -> dict[str, str]:
     """Labels of vllm:cache_config_info."""
+    tokens = engine.blocks * engine.block_size
     return {
+        **_CACHE_DEFAULTS,
         "block_size": str(engine.block_size),
-        "cache_dtype": "auto",
+        "effective_attention_block_size": str(engine.block_size),
         "enable_prefix_caching": str(engine.prefix_caching),
-        "gpu_memory_utilization": "0.92",
+        "kv_cache_max_concurrency": str(tokens / engine.limits.max_model_len),
         "kv_cache_memory_bytes": str(args.kv_cache_bytes),
-        "kv_cache_size_tokens": str(engine.blocks * engine.block_size),
+        "kv_cache_size_tokens": str(tokens),
         "num_gpu_blocks": str(engine.blocks),
         "num_gpu_blocks_override": str(args.blocks),
-        "prefix_caching_hash_algo": "sha256",
-        "sliding_window": "None",
         "user_specified_block_size": str(args.block_size is not None),
     }
+
+
+def _layers(model: str) -> int:
+    """The model's layers; 1 where its folder does not tell."""
+    layers = _model_config(model).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 1
 
 
 def _model_config(model: str) -> dict[str, Any]:
@@ -289,8 +343,12 @@ _PD_ROLES = {"kv_producer": "sender", "kv_consumer": "receiver"}
 
 def _log(args: VllmArgs, engine: Engine) -> None:
     logger.info("simulated engine %s: model %s, %d KV blocks", engine.engine_id, args.model, engine.pool.size)
-    if args.kv_transfer is not None and (role := _PD_ROLES.get(args.kv_transfer.role)):
-        # In the form of LMCache's start-up line, which people grep for.
+    if (
+        isinstance(engine.handoff, Nixl)
+        and args.kv_transfer
+        and (role := _PD_ROLES.get(args.kv_transfer.role))
+    ):
+        # As `_lmcache` does, for those who grep.
         logger.info("hand-off: %s", {"kv_connector": args.kv_transfer.connector, "pd_role": role})
     if args.ignored:
         logger.info("these flags do nothing here: %s", ", ".join(args.ignored))

@@ -7,7 +7,8 @@ long chunk delays every stream in it: the interference that disaggregation remov
                    + Σ streams (decode_sequence + decode_context·context)
 
 n is a chunk's tokens, context the tokens before it. The quadratic term is attention: token i of a chunk looks
-at context + i tokens.
+at context + i tokens. The formula is linear in its five coefficients, which is how `tandem calibrate` finds
+them: by least squares. Before a request's first step lie `request` seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class CostProfile:
     """
 
     name: str = "smollm2-135m, one CPU core"
+    request: float = 0.0
+    """Of every request, before the scheduler sees it: HTTP, parsing, tokenizing. Takes no step's time."""
     step: float = 0.036
     """Of every step, whatever is in it: reading the weights, launching, scheduling."""
     prefill_token: float = 1.32e-3
@@ -67,14 +70,14 @@ class CostProfile:
         if not self.kv_bandwidth > 0:
             raise ProfileError("kv_bandwidth: must be greater than 0")
 
-    def step_seconds(self, chunks: Iterable[tuple[int, int]], contexts: Iterable[int]) -> float:
+    def step_seconds(self, chunks: Iterable[tuple[int, int]], contexts: Iterable[float]) -> float:
         """One step. `chunks`: (tokens, tokens of context before them); `contexts`: one per running stream."""
         seconds = self.step
         for tokens, context in chunks:
             seconds += self.prefill_token * tokens
             seconds += self.prefill_attention * tokens * (context + tokens / 2)
-        for context in contexts:
-            seconds += self.decode_sequence + self.decode_context * context
+        for behind in contexts:
+            seconds += self.decode_sequence + self.decode_context * behind
         return seconds
 
     def transfer_seconds(self, size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from tandem.sim.cost import CostProfile
 from tandem.sim.events import Publisher
 from tandem.sim.handoff import HandOff, Network, NoHandOff, TransferStats
 from tandem.sim.metrics import Metrics
-from tandem.sim.request import Finish, Output, SimRequest
+from tandem.sim.request import Finish, Output, SimRequest, State
 from tandem.sim.scheduler import Limits, Scheduler, Step
 from tandem.sim.text import Answer, Style
 
@@ -93,7 +94,10 @@ class Engine:
         self._on_crash = on_crash
         self._timer: asyncio.TimerHandle | None = None
         self._kicked: asyncio.Handle | None = None
-        self._busy_until = 0.0
+        self._saving = False
+        """Whether a step is computed and the hand-off has the engine wait."""
+        self._busy_until = -math.inf
+        """The end of the step before this one, as the cost model has it; in the past forever when idle."""
 
     async def start(self) -> None:
         """Raises OSError when the hand-off's port cannot be had."""
@@ -132,7 +136,7 @@ class Engine:
 
     def kick(self) -> None:
         """Something changed: begin the next step if none is under way."""
-        if self._timer is None and self._kicked is None and not self.dead:
+        if self._timer is None and self._kicked is None and not self._saving and not self.dead:
             self._kicked = asyncio.get_running_loop().call_soon(self._begin)
 
     def report(self) -> None:
@@ -153,6 +157,7 @@ class Engine:
             "free_blocks": self.pool.free,
             "blocks": self.pool.size - 1,
             "wrong_kv": self.wrong_kv,
+            **self.handoff.details(),
         }
 
     # For the hand-off kind (`handoff.Host`)
@@ -191,11 +196,18 @@ class Engine:
         leg = faults.leg_of(request.kv_params) if request is not None else "decode"
         return self.faults.due(kind, request.id if request is not None else None, leg)
 
+    def fault_value(self, kind: str, request: SimRequest | None = None) -> float:
+        leg = faults.leg_of(request.kv_params) if request is not None else "decode"
+        return self.faults.value(kind, request.id if request is not None else None, leg)
+
     # Stepping
 
     def _begin(self) -> None:
-        self._kicked = None
+        if self._kicked is not None:  # a stop string within a step kicks too; there is one step at a time
+            self._kicked.cancel()
+            self._kicked = None
         if self.dead or self.scheduler.idle:
+            self._busy_until = -math.inf
             self._publish()
             return
         step = self.scheduler.schedule()
@@ -205,21 +217,34 @@ class Engine:
             if request.scheduled is None:
                 request.scheduled = now
         if not step.work:
+            self._busy_until = -math.inf
             if step.preempted:
                 self.kick()
             return
         seconds = self.profile.step_seconds(step.chunks(), step.contexts()) * self.faults.slowness
+        seconds += step.loading
         start = self._busy_until if now - self._busy_until < _MAX_LAG else now
         self._busy_until = start + seconds
         self._timer = self.clock.at(self._busy_until, lambda: self._finish(step))
 
     def _finish(self, step: Step) -> None:
         self._timer = None
-        now = self.clock.now()
+        computed = self.clock.now()
         due = self.scheduler.computed(step)
+        self._saving = True
+        self.handoff.save(step.work, lambda: self._deliver(step, due, computed))
+
+    def _deliver(self, step: Step, due: list[SimRequest], computed: float) -> None:
+        """The step's KV is saved, its tokens come out. `computed`: when they were there."""
+        self._saving = False
+        if self.dead:
+            return
+        now = self.clock.now()
+        self._busy_until += now - computed
         prompt_tokens = 0
         for request in due:
-            prompt_tokens += self._generate(request, now)
+            if request.state is State.RUNNING:  # not aborted meanwhile
+                prompt_tokens += self._generate(request, now)
         self.metrics.step(prompt_tokens + len(due), len(due), len(step.preempted))
         self._begin()
 
@@ -275,7 +300,7 @@ class Engine:
 
     def _fail(self, request: SimRequest) -> None:
         self._end(request, Finish.ERROR)
-        self.metrics.step(0, 0, 0)
+        self.metrics.failed(request, self.clock.now())
         self.metrics.finished(request, Finish.ERROR, self.clock.now())
         request.sink(request, Output(None, Finish.ERROR))
 

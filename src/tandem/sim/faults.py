@@ -20,10 +20,12 @@ requests only; `rate=P` each request with probability P (the same ones in every 
     truncate[@N]     the next chunk is cut in two and the connection closed
     badjson[@N]      what comes next is not JSON
     no-kv-params     the reply of a prefill has no kv_transfer_params
-    lost-kv          the KV cannot be read: the transfer fails
+    lost-kv          the KV cannot be read, with LMCache not be written: the transfer fails
     stale-kv         the KV was overwritten: the transfer succeeds with another prompt's
     expired-lease    the lease is over at once: blocks may be reused before they are read
-    full-buffer      no room for KV from another engine: such requests wait
+    full-buffer      no room for KV from another engine: such requests wait; with LMCache the prefiller stalls
+    lost-notification      LMCache: the router is not told that the KV was written
+    late-notification=S    LMCache: it is told S seconds late
     slow=FACTOR      every step takes this many times as long (whole engine only)
 """
 
@@ -36,9 +38,11 @@ from typing import Literal
 Leg = Literal["prefill", "decode", "alone"]
 
 # Kinds that take a number after "=", and whether they may stand "@" a chunk.
-_VALUED = {"delay": True, "status": False, "head": False, "slow": False}
+_VALUED = {"delay": True, "status": False, "head": False, "slow": False, "late-notification": False}
 _PLACED = frozenset({"hang", "reset", "crash", "error", "truncate", "badjson", "delay"})
-_BARE = frozenset({"no-kv-params", "lost-kv", "stale-kv", "expired-lease", "full-buffer", "refuse"})
+_BARE = frozenset(
+    {"no-kv-params", "lost-kv", "stale-kv", "expired-lease", "full-buffer", "lost-notification", "refuse"}
+)
 _ENGINE_ONLY = frozenset({"refuse", "slow"})
 KINDS = tuple(sorted({*_VALUED, *_PLACED, *_BARE}))
 
@@ -141,9 +145,9 @@ def _chance(request_id: str) -> float:
 def leg_of(kv_params: object) -> Leg:
     """What a request with these kv_transfer_params is to a pair."""
     if isinstance(kv_params, dict):
-        if kv_params.get("do_remote_decode"):
+        if kv_params.get("do_remote_decode") or "disagg_spec" in kv_params:
             return "prefill"
-        if kv_params.get("do_remote_prefill"):
+        if kv_params.get("do_remote_prefill") or any(str(k).startswith("lmcache.tag.") for k in kv_params):
             return "decode"
     return "alone"
 
@@ -171,8 +175,16 @@ class Faults:
 
     def due(self, kind: str, request_id: str | None, leg: Leg) -> bool:
         """Whether the engine is to misbehave in this way, for this request."""
+        return self._find(kind, request_id, leg) is not None
+
+    def value(self, kind: str, request_id: str | None, leg: Leg) -> float:
+        """The value of a fault that is due, 0 if none is."""
+        fault = self._find(kind, request_id, leg)
+        return 0.0 if fault is None else fault.value
+
+    def _find(self, kind: str, request_id: str | None, leg: Leg) -> Fault | None:
         mine = [*self._own.get(request_id or "", ()), *self.engine]
-        return any(f.kind == kind and f.applies(request_id or "", leg) for f in mine)
+        return next((f for f in mine if f.kind == kind and f.applies(request_id or "", leg)), None)
 
     @property
     def slowness(self) -> float:

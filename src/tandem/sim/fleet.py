@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.sim.args import VllmArgs
 from tandem.sim.build import ANSWER_TOKENS, Place, build, vocabulary
@@ -26,6 +26,8 @@ class EngineSpec:
     """None: known to this process only, under a port that it alone uses."""
     faults: str = ""
     events_offset: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """On top of the fleet's."""
 
 
 class Fleet:
@@ -40,7 +42,9 @@ class Fleet:
         time_scale: float = 1.0,
         answer_tokens: tuple[int, int] = ANSWER_TOKENS,
         environment: Mapping[str, str] | None = None,
+        network: Network | None = None,
     ) -> None:
+        """`network`: of another fleet whose engines are to meet these without TCP; it is not closed here."""
         self.engines: list[EngineServer] = []
         self.on_crash: Callable[[], None] = lambda: None
         """Called after an engine died."""
@@ -50,7 +54,8 @@ class Fleet:
         self._time_scale = time_scale
         self._answer_tokens = answer_tokens
         self._environment = os.environ if environment is None else environment
-        self._network = Network()
+        self._owns_network = network is None
+        self.network = network or Network()
 
     async def __aenter__(self) -> Fleet:
         """Raises UsageError, LoadError or OSError; nothing is left running then."""
@@ -70,7 +75,8 @@ class Fleet:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))
-        await self._network.close()
+        if self._owns_network:
+            await self.network.close()
 
     async def _start(self) -> None:
         clock = Clock(self._time_scale)
@@ -90,8 +96,8 @@ class Fleet:
                     spec.events_offset,
                 ),
                 clock=clock,
-                network=self._network,
-                environment=self._environment,
+                network=self.network,
+                environment={**self._environment, **spec.environment},
                 on_crash=lambda: self.on_crash(),
             )
             self.engines.append(server)

@@ -9,11 +9,12 @@ from uuid import uuid4
 
 from tandem.http import Request
 from tandem.prompt import BadPrompt
-from tandem.sim import faults, protocol
+from tandem.sim import faults, intake, protocol, schema
 from tandem.sim.choice import Choice
 from tandem.sim.engine import Engine, EngineDead
-from tandem.sim.protocol import Refused, Wanted
-from tandem.sim.render import Piece, Renderer, Usage, error_event
+from tandem.sim.protocol import Wanted
+from tandem.sim.refusal import Refused, internal_error
+from tandem.sim.render import DONE, Piece, Renderer, Usage, error_event
 from tandem.sim.request import Finish, Group, Output, SimRequest
 from tandem.sim.vocabulary import Vocabulary
 from tandem.sim.wire import Wire
@@ -86,21 +87,26 @@ class Generation:
     async def answer(self, request: Request, wire: Wire, *, chat: bool) -> None:
         """Raises Refused for an error answer, and `wire.Broken` where a fault ended it."""
         own = self._own_faults(request)
-        body = protocol.decode_object(request.body, request.header(b"content-type"))
+        body = protocol.decode(request.body, request.header(b"content-type"))
         try:
-            wanted = protocol.read(body, chat=chat)
-            prompts, max_tokens = self._prompts(body, wanted)
-        except Refused:
-            if isinstance(params := body.get("kv_transfer_params"), dict):
+            wanted, prompts, max_tokens = self._read(body, chat=chat)
+        except Refused as refused:
+            if isinstance(params := isinstance(body, dict) and body.get("kv_transfer_params"), dict):
                 self._engine.handoff.refused(params)
-            raise
+            if not (refused.late and body.get("stream")):
+                raise
+            wire.start()
+            wire.end(error_event(refused.body()) + DONE)
+            return
         asked_id = request.header(b"x-request-id")
-        base = asked_id.decode("latin-1") if asked_id else uuid4().hex[:16]
+        base = asked_id.decode("latin-1") if asked_id else wanted.request_id or uuid4().hex[:16]
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{base}"
         requests = self._requests(answer_id, wanted, prompts, max_tokens, own)
         leg = faults.leg_of(wanted.kv_params)
         self._engine.faults.bring(answer_id, own)
         try:
+            if self._engine.profile.request:
+                await self._engine.clock.sleep(self._engine.profile.request)
             await wire.begin(self._engine.faults.of(answer_id, leg), stream=wanted.stream)
             answering = _Answering(self._engine, self._vocabulary, self._options, wire, wanted, answer_id)
             await answering.run(requests)
@@ -110,28 +116,21 @@ class Generation:
                 self._engine.faults.forget(one.id)
                 self._engine.abort(one)
 
-    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of /tokenize. Raises Refused."""
-        chat = "messages" in body
-        if not chat and "prompt" not in body:
-            entries = [
-                {"type": "missing", "loc": f"body.{name}", "msg": "Field required", "input": _items(body)}
-                for name in ("prompt", "messages")
-            ]
-            lines = "".join(f"\n  {entry}" for entry in entries)
-            raise Refused(f"2 validation errors:{lines}", kind="Bad Request", param="body.prompt")
-        self._check_model(body.get("model"))
-        ids = self._encode(body, chat=chat)
-        strings = [self._vocabulary.spelling(i) for i in ids] if body.get("return_token_strs") else None
+    def tokenize(self, body: Any) -> dict[str, Any]:
+        """The answer of /tokenize to a decoded body. Raises Refused."""
+        asked, body = protocol.read_tokenize(body)
+        self._check_model(asked.model)
+        chat = isinstance(asked, schema.TokenizeChat)
+        ids = self._encode(body, chat=chat) if chat or body["prompt"] else []
+        strings = [self._vocabulary.spelling(i) for i in ids] if asked.return_token_strs else None
         length = self._options.max_model_len
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
-    def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of /detokenize. Raises Refused."""
-        if "tokens" not in body:
-            raise protocol.missing("tokens", body)
-        self._check_model(body.get("model"))
-        ids = protocol.check_ids(body["tokens"], self._vocabulary.size)
+    def detokenize(self, body: Any) -> dict[str, Any]:
+        """The answer of /detokenize to a decoded body. Raises Refused."""
+        asked = schema.check(schema.DETOKENIZE, body)
+        self._check_model(asked.model)
+        ids = [i for i in asked.tokens if i < self._vocabulary.size]
         return {"prompt": self._vocabulary.decode(ids, skip_special=False)}
 
     def _own_faults(self, request: Request) -> list[faults.Fault]:
@@ -141,25 +140,34 @@ class Generation:
         except faults.FaultError as error:
             raise Refused(f"x-sim-fault: {error}") from None
 
-    def _prompts(self, body: dict[str, Any], wanted: Wanted) -> tuple[list[list[int]], list[int]]:
-        """Token ids of each prompt, and how many tokens each answer may have. Raises Refused."""
-        self._check_model(wanted.model)
+    def _read(self, body: Any, *, chat: bool) -> tuple[Wanted, list[list[int]], list[int]]:
+        """What is wanted, token ids of each prompt, and how many tokens each answer may have. Raises
+        Refused."""
         length = self._options.max_model_len
-        if wanted.chat:
+        request: schema.Chat | schema.Completion
+        if chat:
+            request, body, wanted = protocol.read_chat(body)
+            self._check_model(wanted.model)
             self._check_tools(body)
-            protocol.check_max_tokens(wanted, length)
-            prompts = [self._encode(body, chat=True)]
+            intake.check_max_tokens(wanted, length)
+            texts, prompts = True, [self._encode(body, chat=True)]
         else:
-            protocol.check_max_tokens(wanted, length)
-            prompts = [self._encode({**body, "prompt": p}, chat=False) for p in protocol.prompts_of(body)]
+            request, body, wanted = protocol.read_completion(body)
+            self._check_model(wanted.model)
+            given = intake.prompts_of(body["prompt"])
+            intake.check_max_tokens(wanted, length)
+            texts = isinstance(given[0], str)
+            prompts = [self._encode({**body, "prompt": p}, chat=False) if p else [] for p in given]
         room = []
         for ids in prompts:
-            protocol.check_length(len(ids), length)
+            intake.check_length(len(ids), length, counted=not texts)
             left = length - len(ids)
-            tokens = left if wanted.max_tokens is None else min(left, wanted.max_tokens)
-            protocol.check_sampling(body, wanted, tokens, self._options.max_logprobs)
-            room.append(tokens)
-        return prompts, room
+            asked = 1 if wanted.echo_only else wanted.max_tokens
+            room.append(left if asked is None else min(left, asked))
+            intake.check_sampling(request, wanted, room[-1])
+        for ids in prompts:
+            intake.check_intake(request, wanted, ids, self._vocabulary.size, self._options.max_logprobs)
+        return wanted, prompts, room
 
     def _check_model(self, name: object) -> None:
         known = (*self._options.names, *self._options.lora_modules)
@@ -172,18 +180,20 @@ class Generation:
             )
 
     def _check_tools(self, body: Mapping[str, Any]) -> None:
-        automatic = body.get("tool_choice", "auto") in ("auto", None)
-        if body.get("tools") and automatic and not self._options.auto_tool_choice:
+        choice = body.get("tool_choice")
+        if choice in (None, "none") or self._options.auto_tool_choice:
+            return
+        if choice == "auto":
             raise Refused(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
             )
+        told = f'function "{choice["function"]["name"]}"' if isinstance(choice, dict) else f'"{choice}"'
+        raise Refused(f"tool_choice={told} requires --tool-call-parser to be set")
 
     def _encode(self, body: dict[str, Any], *, chat: bool) -> list[int]:
         try:
             if chat:
                 return self._vocabulary.chat(body)
-            if not isinstance(body["prompt"], str):
-                protocol.check_ids(body["prompt"], self._vocabulary.size)
             return self._vocabulary.completion(body)
         except BadPrompt as error:
             raise Refused(error.message, param=error.param) from None
@@ -270,7 +280,7 @@ class _Answering:
             for one in requests:
                 self._engine.add(one)
         except EngineDead as error:
-            raise protocol.internal_error(str(error)) from None
+            raise internal_error(str(error)) from None
         if self._wanted.stream:
             self._wire.start()
         await self._wire.over
@@ -285,10 +295,11 @@ class _Answering:
             self._fail(output.finish)
             return
         piece = choice.feed(output)
-        if self._wanted.token_ids and not self._wanted.chat and len(choice.tokens) == 1:
-            piece.prompt = request.prompt
-        if self._wanted.echo and len(choice.tokens) == 1:
-            self._echo(piece, request)
+        if len(choice.tokens) == 1 and not self._wanted.chat:
+            if self._wanted.token_ids or self._wanted.echo:
+                piece.prompt = request.prompt
+            if self._wanted.echo:
+                self._echo(piece, request)
         self._usage.completion += len(piece.tokens)
         usage = self._usage
         if self._wanted.continuous_usage:
@@ -323,7 +334,7 @@ class _Answering:
         choices = list(self._choices.values())
         pieces = [choice.whole() for choice in choices]
         self._usage.completion = sum(len(choice.tokens) for choice in choices)
-        if self._wanted.echo:
+        if self._wanted.echo and not self._wanted.chat:
             for choice, piece in zip(choices, pieces, strict=True):
                 self._echo(piece, choice.request)
         params = choices[0].request.kv_reply
@@ -335,7 +346,8 @@ class _Answering:
             self._engine.stop(choice.request)
 
     def _echo(self, piece: Piece, request: SimRequest) -> None:
-        piece.text = self._vocabulary.decode(request.prompt, skip_special=True) + piece.text
+        prompt = self._vocabulary.decode(request.prompt, skip_special=True)
+        piece.text = prompt if self._wanted.echo_only else prompt + piece.text
 
     def _cached(self, request: SimRequest) -> None:
         """What usage tells of the cache: of the request that came last, as vLLM has it."""
@@ -346,9 +358,9 @@ class _Answering:
         self._usage.created = max(0, stored - request.local_hit - request.external)
 
     def _fail(self, finish: Finish) -> None:
-        error = protocol.internal_error()
+        error = internal_error()
         if finish is Finish.ABORT:
-            error = protocol.internal_error(str(EngineDead()))
+            error = internal_error(str(EngineDead()))
         self._failed = True
         if self._wanted.stream:
             self._wire.end(error_event(error.body()) + b"data: [DONE]\n\n")
@@ -358,7 +370,3 @@ class _Answering:
 
 def _nowhere(request: SimRequest, output: Output) -> None:
     raise AssertionError("no one takes this request's tokens yet")
-
-
-def _items(body: Mapping[str, Any]) -> str:
-    return f"<dict of {len(body)} items>"

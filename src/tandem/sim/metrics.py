@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,9 +11,11 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     Summary,
     generate_latest,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -155,13 +158,15 @@ class Metrics:
         nixl: bool,
         consumer: bool,
         cache_info: Mapping[str, str],
+        layers: int = 1,
     ) -> None:
+        """`layers` of the model: KV of each is transferred as a piece of its own."""
         self.registry = registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         GCCollector(registry)
         PlatformCollector(registry)
-        ProcessCollector(registry=registry)
-        self._nixl = _Nixl(self) if nixl else None
+        _Process(registry)
+        self._nixl = _Nixl(self, layers) if nixl else None
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         buckets = token_buckets(max_model_len)
         self._histograms = {name: self._histogram(name, *spec) for name, spec in _HISTOGRAMS.items()}
@@ -233,11 +238,20 @@ class Metrics:
         self._itl.observe(gap)
 
     def step(self, tokens: int, generated: int, preempted: int) -> None:
-        """`tokens`: prompt tokens finished and tokens generated, as vLLM counts a step's."""
-        self._histograms["iteration_tokens_total"].observe(tokens)
-        self._generated.inc(generated)
+        """`tokens`: prompt tokens finished and tokens generated. vLLM does not count a step without a token,
+        such as the first part of a long prompt."""
+        if generated:
+            self._histograms["iteration_tokens_total"].observe(tokens)
+            self._generated.inc(generated)
         if preempted:
             self._counters["num_preemptions"].inc(preempted)
+
+    def failed(self, request: SimRequest, now: float) -> None:
+        """A request ends with an error instead of a token: vLLM counts that as a step, and as its first token
+        if none came before."""
+        self._histograms["iteration_tokens_total"].observe(0)
+        if request.first_token is None:
+            self._ttft.observe(now - request.arrival)
 
     def scheduler(self, running: int, waiting: int, loading: int, usage: float, cache: CacheCounters) -> None:
         self._running.set(running)
@@ -287,9 +301,9 @@ class Metrics:
         observe["request_inference_time_seconds"](last - scheduled if last is not None else 0.0)
         observe["request_time_per_output_token_seconds"](decode / (generated - 1) if generated > 1 else 0.0)
 
-    def transfer(self, seconds: float, size: int, blocks: int) -> None:
+    def transfer(self, seconds: float, size: int, pieces: int) -> None:
         if self._nixl is not None:
-            self._nixl.transfer(seconds, size, blocks)
+            self._nixl.transfer(seconds, size, pieces)
 
     def transfer_failed(self, kind: str) -> None:
         if self._nixl is not None:
@@ -331,8 +345,23 @@ class Metrics:
         return {stage: gauge.labels(**self._labels, stage=stage) for stage in stages}
 
 
+class _Process(ProcessCollector):
+    """The figures of this process; but started is what the engine was, which is a process to others."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._since = time.time()
+        super().__init__(registry=registry)
+
+    def collect(self) -> Iterable[Metric]:
+        for family in super().collect():
+            if family.name == "process_start_time_seconds":
+                family = GaugeMetricFamily(family.name, family.documentation, value=self._since)
+            yield family
+
+
 class _Nixl:
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, layers: int) -> None:
+        self._layers = layers
         make: Any = metrics._histogram
         self._seconds = make(
             "nixl_xfer_time_seconds", "Histogram of transfer duration for NIXL KV Cache transfers.", _TRANSFER
@@ -360,11 +389,11 @@ class _Nixl:
             "late": (late,),
         }
 
-    def transfer(self, seconds: float, size: int, blocks: int) -> None:
+    def transfer(self, seconds: float, size: int, pieces: int) -> None:
         self._seconds.observe(seconds)
         self._post.observe(0.001)
         self._bytes.observe(size)
-        self._descriptors.observe(blocks)
+        self._descriptors.observe(pieces * self._layers)
 
     def failed(self, kind: str) -> None:
         for counter in self._failures[kind]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -216,6 +216,12 @@ class Nixl:
             self._host.network.spawn(self._pull(request, params, list(blocks)))
         # else it waits for KV that never comes: what vLLM 0.32 does with such parameters
 
+    def save(self, work: Sequence[tuple[SimRequest, int]], then: Callable[[], None]) -> None:
+        then()
+
+    def details(self) -> dict[str, Any]:
+        return {}
+
     def refused(self, params: Mapping[str, Any]) -> None:
         if params.get("do_remote_prefill") and all(params.get(name) is not None for name in _WHERE):
             self._host.network.spawn(self._notify(params))
@@ -267,7 +273,7 @@ class Nixl:
                 source, block.start, block.filled = held
                 block.source = sources[source]
         seconds = clock.now() - started
-        self._host.stats.on_transfer(seconds, size, len(ids))
+        self._host.stats.on_transfer(seconds, size, _runs(ids, [block.id for block in blocks]))
         # In LMCache's form, which people grep for.
         logger.info(
             "Retrieved %d out of %d required tokens. size: %.4f gb, cost %.4f ms, throughput: %.4f GB/s",
@@ -326,3 +332,9 @@ class _Refused(Exception):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.kind = kind
+
+
+def _runs(remote: Sequence[int], local: Sequence[int]) -> int:
+    """NIXL reads blocks that follow each other on both sides as one."""
+    steps = [(r - q, b - a) for q, r, a, b in zip(remote, remote[1:], local, local[1:], strict=False)]
+    return 1 + sum(step != (1, 1) for step in steps)

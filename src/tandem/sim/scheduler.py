@@ -37,6 +37,8 @@ class Step:
 
     work: list[tuple[SimRequest, int]] = field(default_factory=list)
     """(request, tokens of it)."""
+    loading: float = 0.0
+    """Seconds that the engine spends in it on KV of other engines."""
     preempted: list[SimRequest] = field(default_factory=list)
     admitted: list[SimRequest] = field(default_factory=list)
 
@@ -65,7 +67,7 @@ class CacheCounters:
 
 class Scheduler:
     """`matched(request, local)` says how many prompt tokens beyond the local hit another engine has, None to
-    wait; `load(request, blocks)` starts filling blocks with them."""
+    wait; `load(request, blocks)` fills blocks with them: see `handoff.HandOff`."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Scheduler:
         pool: BlockPool,
         *,
         matched: Callable[[SimRequest, int], int | None] = lambda request, local: 0,
-        load: Callable[[SimRequest, Sequence[Block]], None] = lambda request, blocks: None,
+        load: Callable[[SimRequest, Sequence[Block]], float | None] = lambda request, blocks: None,
         connector: bool = False,
     ) -> None:
         self.limits = limits
@@ -202,7 +204,7 @@ class Scheduler:
                 self._admit(request, hit, external)
                 if external:
                     self.waiting.popleft()
-                    self._start_loading(request)
+                    self._start_loading(request, step)
                     continue
             else:
                 tokens = self._admissible(len(request.tokens) - request.computed, budget)
@@ -260,13 +262,16 @@ class Scheduler:
             if r.computed < r.prompt_length
         )
 
-    def _start_loading(self, request: SimRequest) -> None:
+    def _start_loading(self, request: SimRequest, step: Step) -> None:
         hit = len(request.blocks)
         request.computed = request.local_hit + request.external
         request.blocks = request.blocks + self.pool.allocate(self.pool.needed(request.computed, hit))
         request.state = State.LOADING
         self.loading[request.id] = request
-        self._load(request, request.blocks[hit:])
+        seconds = self._load(request, request.blocks[hit:])
+        if seconds is not None:  # in this very step, which it can be part of
+            step.loading += seconds
+            self.loaded(request, ok=True)
 
     # Both
 

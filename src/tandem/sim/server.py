@@ -13,7 +13,8 @@ from tandem.sim import faults
 from tandem.sim.engine import Engine
 from tandem.sim.events import EventsConfig
 from tandem.sim.generation import Generation, ServingOptions
-from tandem.sim.protocol import Refused, decode_object
+from tandem.sim.protocol import decode
+from tandem.sim.refusal import Refused
 from tandem.sim.vocabulary import Vocabulary
 from tandem.sim.wire import Broken, Wire
 
@@ -126,7 +127,10 @@ class EngineServer:
         wire = Wire(responder, self.engine.clock, fields)
         methods, page = self._pages.get(request.path, (None, None))
         handler = request.path
-        if page is None or methods is None:
+        if page is None and request.path.rstrip("/") in self._pages:
+            handler = "none"
+            self._redirect(request, wire)
+        elif page is None or methods is None:
             handler = "none"
             wire.send(404, {"detail": "Not Found"})
         elif request.method not in methods.split(", "):
@@ -151,6 +155,12 @@ class EngineServer:
             wire.send(refused.status, refused.body())
         except Broken:
             pass
+
+    def _redirect(self, request: Request, wire: Wire) -> None:
+        """A path that ends in "/" too many, answered as vLLM's web framework does."""
+        host = request.header(b"host") or f"{self._host}:{self.port}".encode()
+        wire.add((b"location", b"http://%b%b" % (host, request.path.rstrip("/").encode("latin-1"))))
+        wire.send(307, b"")
 
     def _authorized(self, request: Request) -> bool:
         keys = self._options.api_keys
@@ -190,11 +200,11 @@ class EngineServer:
         wire.send(200, self._options.model_list(int(self.engine.clock.wall())))
 
     async def _tokenize(self, request: Request, wire: Wire) -> None:
-        body = decode_object(request.body, request.header(b"content-type"))
+        body = decode(request.body, request.header(b"content-type"))
         wire.send(200, self._generation.tokenize(body))
 
     async def _detokenize(self, request: Request, wire: Wire) -> None:
-        body = decode_object(request.body, request.header(b"content-type"))
+        body = decode(request.body, request.header(b"content-type"))
         wire.send(200, self._generation.detokenize(body))
 
     async def _chat(self, request: Request, wire: Wire) -> None:

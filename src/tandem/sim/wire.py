@@ -10,7 +10,8 @@ from dataclasses import replace
 from tandem.http import Headers, Responder
 from tandem.sim.clock import Clock
 from tandem.sim.faults import Fault
-from tandem.sim.protocol import encode, internal_error
+from tandem.sim.protocol import encode
+from tandem.sim.refusal import internal_error
 from tandem.sim.render import DONE, error_event
 
 JSON: Headers = [(b"content-type", b"application/json")]
