@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ def _module(name: str) -> ModuleType:
 
 
 corpus = _module("corpus")
+generated = _module("generated")
 templates = _module("templates")
 models = _module("models")
 
@@ -114,6 +116,37 @@ MODELS = {
     "llama2 legacy": models.Model(
         models.sentencepiece_bpe, templates.PARTS, {"tokenizer_class": "LlamaTokenizer", "legacy": True}
     ),
+    # Vocabularies of real models.
+    "deepseek": models.Model(
+        models.deepseek,
+        templates.DEEPSEEK,
+        models.deepseek_settings(),
+        {"vocab_size": 130_000},
+    ),
+    "mon": models.Model(
+        models.mon,
+        templates.CHATML,
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
+        {"vocab_size": 64_300},
+    ),
+    "bert": models.Model(
+        models.bert,
+        templates.CHATML,
+        {"tokenizer_class": "PreTrainedTokenizerFast", "cls_token": "[CLS]", "sep_token": "[SEP]"},
+        {"vocab_size": 30_522},
+    ),
+    "mistral": models.Model(
+        models.mistral,
+        templates.MISTRAL,
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"},
+        {"vocab_size": 32_000},
+    ),
+    "mistral as filed": models.Model(
+        models.mistral,
+        templates.PARTS,
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
+        {"vocab_size": 32_000},
+    ),
     "gemma": models.Model(
         models.sentencepiece_bpe, templates.PARTS, {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>"}
     ),
@@ -154,6 +187,17 @@ def _smollm2(directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def counters(model_dirs: dict[str, Path]) -> dict[str, PromptCounter]:
     return {name: load(path, max_model_len=models.MAX_MODEL_LEN) for name, path in model_dirs.items()}
+
+
+@pytest.fixture(scope="session")
+def loaded(model_dirs: dict[str, Path]) -> Callable[..., PromptCounter]:
+    """`loaded(model, **settings)`: a counter for that model, loaded once for each set of settings."""
+
+    @cache
+    def get(model: str, **settings: Any) -> PromptCounter:
+        return load(model_dirs[model], **settings)
+
+    return get
 
 
 @pytest.fixture(params=MODEL_NAMES)
@@ -235,7 +279,19 @@ def oracle(model_dirs: dict[str, Path]) -> Iterator[Callable[..., Oracle]]:
 @pytest.fixture(scope="session")
 def conversations() -> dict[str, dict[str, Any]]:
     """Odd chat requests by name."""
-    return dict(corpus.CONVERSATIONS)
+    return corpus.CONVERSATIONS | generated.chats(corpus)
+
+
+@pytest.fixture(scope="session")
+def completions() -> dict[str, dict[str, Any]]:
+    """Odd completion requests by name."""
+    return dict(generated.completions(corpus))
+
+
+@pytest.fixture(scope="session")
+def with_objects() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Changes a chat's tool calls: their arguments become objects."""
+    return generated.with_objects  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

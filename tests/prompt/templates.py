@@ -128,6 +128,23 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}"""
 
+# DeepSeek: no line ends between turns, some markers are added tokens that are normalized.
+DEEPSEEK = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{- message.content }}
+    {%- elif message.role == 'user' %}{{- '<｜User｜>' + message.content }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<｜Assistant｜></think>' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments | tojson + '<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- else %}{{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>' }}{%- endif %}"""
+
 # Iterates over content parts, prints whatever it is given: documents, names, arguments, whole messages.
 PARTS = """\
 {{- bos_token -}}

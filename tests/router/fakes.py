@@ -46,6 +46,8 @@ class FakeEngine:
     refuses: Callable[[Seen], bool] = lambda seen: False
     tokens: Callable[[dict[str, Any]], int] = lambda body: len(str(body.get("prompt", body.get("messages"))))
     on_generate: Callable[[FakeEngine, Seen, Responder], Any] | None = None
+    knows_ids: bool = True
+    """Whether /tokenize answers ids, those of `local_counter`; else only their number."""
     max_model_len: int = 100_000
     cancelled: int = 0
     reads_of: set[str] = field(default_factory=set)
@@ -78,7 +80,11 @@ class FakeEngine:
             case "/tokenize":
                 self.tokenized.append(json.loads(request.body))
                 count = self.tokens(self.tokenized[-1])
-                responder.send(200, JSON, json.dumps({"count": count, "tokens": [0] * count}).encode())
+                responder.send(
+                    200,
+                    JSON,
+                    json.dumps({"count": count, "tokens": [7] * count if self.knows_ids else []}).encode(),
+                )
             case "/v1/completions" | "/v1/chat/completions":
                 await self._generate(request, responder)
             case _:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from array import array
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,8 +14,9 @@ from tandem.config import RouterConfig
 from tandem.http import Client, Origin, Request, Responder
 from tandem.prompt import BadPrompt, NotExact, PromptCounter
 from tandem.router.body import Body
-from tandem.router.classify import Api
-from tandem.router.counting import Counter
+from tandem.router.classify import Api, why_decode_only
+from tandem.router.counting import _SAMPLE, Counter
+from tandem.router.counting_process import CountingProcess, Unavailable
 from tandem.router.engines import Engine, EngineRole, Fleet
 from tandem.router.errors import ApiError
 from tandem.router.legs import Legs
@@ -85,6 +87,16 @@ async def test_counts_that_differ_from_the_engines_are_made_by_it_and_an_error_s
     assert "--tokenizer" in error.getMessage()
 
 
+async def test_ids_that_differ_count_as_much(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    local = local_counter()
+    here = local.completion({"prompt": _SAMPLE}).ids
+    box.fake.tokenize = 200, json.dumps({"count": len(here), "tokens": [*here[:-1], 8]}).encode()
+    counter = await box.checked(local)
+    box.fake.tokenize = None
+    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, None)
+    assert "token ids differ for /v1/completions" in caplog.text
+
+
 async def test_what_cannot_be_counted_here_is_not_compared_and_is_counted_by_an_engine(
     box: Box, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +112,13 @@ async def test_a_prompt_that_no_engine_would_take_is_refused_here(box: Box) -> N
     with pytest.raises(ApiError, match="no roles") as error:
         await counter.count(Api.CHAT, Body.parse(b'{"messages": []}'))
     assert (error.value.status, error.value.param) == (400, "messages")
+
+
+async def test_token_ids_are_counted_without_asking_an_engine_which_would_refuse_them(box: Box) -> None:
+    counter = await box.checked(None)
+    body = {"model": "m", "prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 3}
+    assert await counter.count(Api.COMPLETIONS, Body.parse(json.dumps(body).encode())) == Prompt(3)
+    assert box.fake.tokenized == []
 
 
 async def test_without_a_tokenizer_nothing_is_compared(box: Box) -> None:
@@ -198,3 +217,92 @@ async def test_without_a_decoder_nothing_can_be_counted(box: Box) -> None:
     with pytest.raises(ApiError, match="No decode engine is ready") as error:
         await counter.count(Api.COMPLETIONS, PROMPT)
     assert error.value.status == 503
+
+
+class Process:
+    """Stands for the counting process: notes what it is asked."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked: list[bytes] = []
+        self.error = error
+        self.closed = False
+
+    async def count(self, api: Api, data: bytes) -> array[int]:
+        self.asked.append(data)
+        if self.error is not None:
+            raise self.error
+        return array("I", [1, 2, 3])
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def counter_with(process: Process, box: Box, off: int = 0) -> Counter:
+    return Counter(local_counter(off), box.legs, box.fleet, cast(CountingProcess, process), large=800)
+
+
+def completion(prompt: Any) -> Body:
+    return Body.parse(json.dumps({"model": "m", "prompt": prompt}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "there"),
+    [
+        ("a" * 700, False),
+        ("a" * 800, True),
+        ([1] * 40, True),  # an object each: an eighth of the bytes weighs as much
+        ([1] * 20, False),
+        ([1] * 400, True),
+    ],
+)
+async def test_large_bodies_and_lists_of_ids_are_counted_in_the_process(
+    box: Box, prompt: Any, there: bool
+) -> None:
+    process = Process()
+    counted = await counter_with(process, box).count(Api.COMPLETIONS, completion(prompt))
+    assert process.asked == ([completion(prompt).data] if there else [])
+    assert (counted.tokens == 3) == there
+    assert box.fake.tokenized == []
+
+
+async def test_what_the_process_cannot_count_now_is_counted_by_an_engine(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    counter = counter_with(Process(Unavailable("it died")), box)
+    assert await counter.count(Api.COMPLETIONS, completion("a" * 900)) == Prompt(900, None)
+    assert len(box.fake.tokenized) == 1
+    assert "it died" in caplog.text
+    assert (await counter.count(Api.COMPLETIONS, completion([1] * 900))).tokens == 900
+    assert len(box.fake.tokenized) == 1, "/tokenize does not take ids"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(BadPrompt("no roles", "messages"), 400), (ApiError(400, "no JSON"), 400)]
+)
+async def test_what_the_process_refuses_is_refused(box: Box, error: Exception, status: int) -> None:
+    with pytest.raises(ApiError) as raised:
+        await counter_with(Process(error), box).count(Api.COMPLETIONS, completion("a" * 900))
+    assert raised.value.status == status
+    assert box.fake.tokenized == []
+
+
+async def test_counts_that_differ_from_the_engines_end_the_process(box: Box) -> None:
+    process = Process()
+    counter = counter_with(process, box, off=1)
+    await counter.check(box.decoder, "m")
+    assert process.closed
+    assert (await counter.count(Api.COMPLETIONS, completion("a" * 900))).tokens == 900
+    assert process.asked == []
+
+
+@pytest.mark.parametrize("prompt", ["[1, 2,\n3]", "[]", "[5]"])
+async def test_ids_are_told_from_other_lists_without_decoding_them(prompt: str) -> None:
+    body = Body.parse(b'{"prompt": %b, "model": "m"}' % prompt.encode())
+    assert why_decode_only(Api.COMPLETIONS, body) is None
+    assert "prompt" not in body._decoded
+
+
+@pytest.mark.parametrize("prompt", ['["1", "2"]', "[[1, 2]]", "[1, null]", "[1.5]", '["a"]'])
+async def test_other_lists_are_served_by_a_decoder_alone(prompt: str) -> None:
+    body = Body.parse(b'{"prompt": %b}' % prompt.encode())
+    assert why_decode_only(Api.COMPLETIONS, body) == "prompt_list"

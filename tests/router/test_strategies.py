@@ -20,7 +20,7 @@ def engines(*names: str) -> list[Engine]:
 
 
 def turns(strategy: Strategy, candidates: list[Engine], count: int) -> str:
-    return "".join(strategy.choose(Prompt(), candidates).origin.authority[0] for _ in range(count))
+    return "".join(strategy.choose(Prompt(), candidates).engine.origin.authority[0] for _ in range(count))
 
 
 def test_every_strategy_that_can_be_configured_is_there() -> None:
@@ -54,7 +54,7 @@ def test_least_loaded_never_takes_one_that_has_more_to_do(loads: list[int], befo
     turns(strategy, candidates, before)
     for engine, load in zip(candidates, loads, strict=True):
         engine.in_flight = load
-    assert strategy.choose(Prompt(), candidates).in_flight == min(loads)
+    assert strategy.choose(Prompt(), candidates).engine.in_flight == min(loads)
 
 
 def test_least_loaded_takes_equals_in_turn() -> None:

@@ -149,6 +149,18 @@ class RouterConfig:
     max_model_len: int | None = _option(
         "longest context in tokens; the same as the engines'", _between(1, 2**31 - 1, int), None
     )
+    count_in_process_bytes: int = _option(
+        "bodies from so many bytes on (lists of token ids from an eighth of it) are counted in a process of "
+        "their own, so that streams do not wait for them; 0 = none, and no such process",
+        _between(0, 2**31 - 1, int),
+        65_536,
+    )
+    count_cache_bytes: int = _option(
+        "bytes of chats and their token ids that are remembered, so that a growing chat is not tokenized "
+        "from its start again; in the router and in its counting process each; 0 = none",
+        _between(0, 2**40, int),
+        33_554_432,
+    )
     served_model_name: tuple[str, ...] = _option(
         "model names that requests may use; default: those the engines report", default=()
     )

@@ -8,14 +8,22 @@ from typing import Literal
 
 from tandem.prompt import chat, tokenizer_files
 from tandem.prompt.errors import BadPrompt, LoadError, NotExact
+from tandem.prompt.fast import fastest
 from tandem.prompt.fields import FIELD_TYPE, boolean, integer
 from tandem.prompt.messages import conversation
+from tandem.prompt.segments import SegmentCache, markers
 from tandem.prompt.template import ChatTemplate
 from tandem.prompt.tokenizer import Encoder, ReferenceEncoder
 from tandem.prompt.truncation import Truncation
 
 # Of a completion request that gives none, or null (the OpenAI API's default).
 _DEFAULT_MAX_TOKENS = 16
+
+# Token ids are smaller in every tokenizer.
+_NO_ID = 2**32
+
+# Bytes of pieces of chats that are remembered, with their ids: some four million tokens.
+CACHE_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +51,8 @@ class Settings:
 
 
 class PromptCounter:
-    """Counts the prompts of one model. Made by `load`; keeps nothing of requests: threads may share it."""
+    """Counts the prompts of one model. Made by `load`. Of requests it keeps pieces of chats, in a bounded
+    cache; threads may share it."""
 
     def __init__(
         self,
@@ -55,6 +64,7 @@ class PromptCounter:
         *,
         inexact_text: str = "",
         inexact_chat: str = "",
+        library: str = "",
     ) -> None:
         self._encoder = encoder
         self._reference = reference
@@ -65,6 +75,13 @@ class PromptCounter:
         self.inexact_text = inexact_text
         #: Why chats cannot be counted locally at all, or "" where they can.
         self.inexact_chat = inexact_text or inexact_chat
+        #: The library that tokenizes: "tokenizers", or "fastokens" where it gives the same ids.
+        self.library = library
+
+    @property
+    def remembered_bytes(self) -> int:
+        """Size of the pieces of chats that are kept, with their ids."""
+        return self._encoder.size if isinstance(self._encoder, SegmentCache) else 0
 
     def chat(self, body: Mapping[str, object]) -> Tokens:
         """Counts a /v1/chat/completions request.
@@ -103,7 +120,7 @@ class PromptCounter:
         truncation = Truncation.of(body, asked, self._settings.max_model_len)
         if isinstance(prompt, str):
             return Tokens(self._encode(prompt, boolean(body, "add_special_tokens", True), truncation))
-        ids = [id for id in prompt if type(id) is int and id >= 0]
+        ids = [id for id in prompt if type(id) is int and 0 <= id < _NO_ID]
         if len(ids) != len(prompt):
             raise NotExact(FIELD_TYPE, "prompt holds more than token ids")
         return Tokens(truncation.cut(ids) if truncation else ids)
@@ -152,6 +169,8 @@ def load(
     max_model_len: int | None = None,
     exclude_tools_when_tool_choice_none: bool = False,
     default_chat_template_kwargs: Mapping[str, object] | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    fast: bool = True,
     now: Callable[[], datetime] = datetime.now,
 ) -> PromptCounter:
     """Reads a model's tokenizer and chat template as vLLM would with the same arguments.
@@ -160,6 +179,8 @@ def load(
     chat_template: vLLM's --chat-template: a file, or the template itself.
     content_format: vLLM's --chat-template-content-format: auto, string or openai.
     max_model_len, exclude_tools_when_tool_choice_none, default_chat_template_kwargs: as vLLM has them.
+    cache_bytes: how much of chats is remembered, so that it is not tokenized again; 0 = nothing.
+    fast: whether a faster library than the reference one may tokenize, where it gives the same ids.
     now: the clock of templates that print the date.
     Raises LoadError for files that cannot be used. A model that vLLM does not render by tokenizer.json and a
     Jinja template loads too; its counter then raises NotExact, and `inexact_text` and `inexact_chat` say why.
@@ -187,12 +208,28 @@ def load(
         exclude_tools_when_tool_choice_none,
         dict(default_chat_template_kwargs or {}),
     )
+    encoder: Encoder | None = None
+    library = ""
+    if (reference := files.encoder) is not None:
+        encoder, library = fastest(reference) if fast else (reference, "tokenizers")
+        encoder = SegmentCache(encoder, _cuts(reference, files.special_tokens, sources), cache_bytes)
     return PromptCounter(
-        files.encoder,
-        files.encoder,
+        encoder,
+        reference,
         templates,
         files.special_tokens,
         settings,
         inexact_text=inexact_text,
         inexact_chat=inexact_chat,
+        library=library,
     )
+
+
+def _cuts(
+    reference: ReferenceEncoder, special_tokens: Mapping[str, str], templates: Mapping[str, str]
+) -> list[str]:
+    """The markers that the model's prompts have: those that a template spells out or knows by name."""
+    spelled = "\n".join(templates.values())
+    named = set(special_tokens.values())
+    safe = markers(reference.added_tokens, splits_special_tokens=reference.splits_special_tokens)
+    return [marker for marker in safe if marker in named or marker in spelled]

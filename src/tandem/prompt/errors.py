@@ -31,3 +31,8 @@ class BadPrompt(ValueError):
 
     def __reduce__(self) -> tuple[type["BadPrompt"], tuple[str, str | None]]:
         return type(self), (self.message, self.param)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust gave up: no Exception, but no wish to end the process either."""
+    return type(error).__name__ == "PanicException"

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,12 +16,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tandem.config import RouterConfig
 from tandem.http import Client, Request, Responder, Server, serve
-from tandem.prompt import PromptCounter, load
+from tandem.prompt import PromptCounter
 from tandem.router.budgets import Budgets
 from tandem.router.canary import Prober
 from tandem.router.classify import Api
 from tandem.router.connectors import Connector, LMCache, Nixl, Receiver
 from tandem.router.counting import Counter
+from tandem.router.counting_process import CountingProcess
 from tandem.router.discovery import Discovery, StaticDiscovery
 from tandem.router.engines import Fleet
 from tandem.router.errors import ApiError
@@ -30,6 +30,7 @@ from tandem.router.flow import Flow
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
 from tandem.router.legs import Legs
+from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
 from tandem.router.notifications import Notifications
 from tandem.router.strategies import STRATEGIES
@@ -91,29 +92,6 @@ class App:
         responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": self.fleet.models}))
 
 
-def load_counter(config: RouterConfig) -> PromptCounter | None:
-    """The tokenizer and template that a configuration names, or None when engines shall count.
-
-    Raises ValueError or OSError when the folder holds none that can be used.
-    """
-    folder = config.model_path or config.tokenizer
-    if folder is None:
-        return None
-    counter = load(
-        Path(folder),
-        tokenizer_dir=Path(config.tokenizer) if config.tokenizer else None,
-        chat_template=config.chat_template,
-        content_format=config.chat_template_content_format,
-        max_model_len=config.max_model_len,
-        exclude_tools_when_tool_choice_none=config.exclude_tools_when_tool_choice_none,
-        default_chat_template_kwargs=msgspec.json.decode(config.default_chat_template_kwargs or "{}"),
-    )
-    for what, why in (("any prompt", counter.inexact_text), ("chats", counter.inexact_chat)):
-        if why:
-            logger.warning("%s cannot be counted here, so engines count them: %s", what, why)
-    return counter
-
-
 @asynccontextmanager
 async def running(
     config: RouterConfig,
@@ -132,7 +110,9 @@ async def running(
         suspect_after=config.suspect_after, survives_decoder_restart=connector.survives_decoder_restart
     )
     legs = Legs(client, config)
-    counter = Counter(local, legs, fleet)
+    names_tokenizer = bool(config.model_path or config.tokenizer)
+    process = CountingProcess(config) if local and names_tokenizer and config.count_in_process_bytes else None
+    counter = Counter(local, legs, fleet, process, config.count_in_process_bytes)
     line = Line(config.reservation_queue)
     budgets = Budgets(on_free=line.changed)
     fleet.on_change(line.changed)
@@ -149,10 +129,12 @@ async def running(
     prober = Prober(source, fleet, legs, counter, handovers, budgets, waiting_interval=waiting_interval)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
-        stack.push_async_callback(handovers.aclose)
+        if process is not None:
+            await stack.enter_async_context(process)
         if connector.pushes:
             address = await stack.enter_async_context(notifications.listening(config.lmcache_notify))
             logger.info("listening for notifications at %s", address)
+        stack.push_async_callback(handovers.aclose)
         await stack.enter_async_context(_background(prober.run()))
         server = await serve(app, config.host, config.port)
         try:

@@ -22,17 +22,19 @@ _encode = msgspec.json.Encoder()
 class Body:
     """The fields of one request."""
 
-    __slots__ = ("_decoded", "_raw")
+    __slots__ = ("_decoded", "_raw", "data")
 
-    def __init__(self, raw: dict[str, msgspec.Raw]) -> None:
+    def __init__(self, raw: dict[str, msgspec.Raw], data: bytes = b"") -> None:
         self._raw = raw
+        #: The body as it came.
+        self.data = data
         self._decoded: dict[str, Any] = {}
 
     @classmethod
     def parse(cls, data: bytes) -> Body:
         """Split a body. Raises ApiError 400 when it is not a JSON object."""
         try:
-            return cls(_split.decode(data))
+            return cls(_split.decode(data), data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"The request body is not a JSON object: {error}") from None
 

@@ -4,7 +4,7 @@ holds one thing while waiting for another."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tandem.router.connectors import Claim
 from tandem.router.engines import Engine
@@ -32,7 +32,7 @@ class Budgets:
 
     def fit(self, claims: Sequence[Claim]) -> bool:
         """Whether all claims can be held now, beside what is."""
-        return all(self._used[c.engine, c.resource] + c.amount <= c.capacity for c in claims)
+        return _fit(claims, self._used)
 
     def take(self, claims: Sequence[Claim]) -> Reservation:
         """Hold claims. ValueError unless they fit."""
@@ -54,9 +54,19 @@ class Budgets:
     @property
     def used(self) -> dict[tuple[Engine, str], int]:
         """What is held, by engine and resource; nothing that is zero."""
-        return dict(self._used)
+        return {key: amount for key, amount in self._used.items() if amount}
 
 
 def possible(claims: Sequence[Claim]) -> bool:
     """Whether claims would fit if nothing else were held."""
-    return all(claim.amount <= claim.capacity for claim in claims)
+    return _fit(claims, {})
+
+
+def _fit(claims: Sequence[Claim], used: Mapping[tuple[Engine, str], int]) -> bool:
+    wanted: Counter[tuple[Engine, str]] = Counter()
+    for claim in claims:
+        key = claim.engine, claim.resource
+        wanted[key] += claim.amount
+        if used.get(key, 0) + wanted[key] > claim.capacity:
+            return False
+    return True

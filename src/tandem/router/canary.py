@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +39,9 @@ _CANARY_TOKENS = 64
 _RELAPSE = 60.0
 _LONGEST_HOLD = 30.0
 
+# Causes of failed legs that may be nothing but work.
+_SILENCE = ("head_timeout", "idle_timeout")
+
 # When a process of an engine started, as Python's Prometheus client tells it.
 _STARTED = re.compile(rb"(?m)^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)$")
 
@@ -58,6 +61,8 @@ class Prober:
         waiting_interval: float = 0.5,
         ready_interval: float = 5.0,
         canary_timeout: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._discovery = discovery
         self._fleet = fleet
@@ -68,6 +73,8 @@ class Prober:
         self._waiting_interval = waiting_interval
         self._ready_interval = ready_interval
         self._canary_timeout = canary_timeout
+        self._clock = clock
+        self._sleep = sleep
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._engines: dict[Member, Engine] = {}
         self._cleared: WeakKeyDictionary[Engine, tuple[int, float]] = WeakKeyDictionary()
@@ -106,7 +113,7 @@ class Prober:
         while True:
             engine.alarm.clear()
             if engine.state is State.SUSPECT:
-                await asyncio.sleep(self._hold(engine))
+                await self._sleep(self._hold(engine))
             try:
                 await self._visit(engine)
                 pause = self._waiting_interval
@@ -129,11 +136,11 @@ class Prober:
         if failure.reason in ("connect", "unhealthy"):
             return True
         # A canary that was answered with a failure is one; silence may be work.
-        return engine.state is State.SUSPECT and failure.reason not in ("head_timeout", "idle_timeout")
+        return engine.state is State.SUSPECT and failure.reason not in _SILENCE
 
     def _settled(self, engine: Engine) -> bool:
         """Whether there is nothing left to prove of an engine."""
-        if engine.state is State.WAITING or engine.role is EngineRole.DECODE:
+        if engine.state is not State.READY or engine.role is EngineRole.DECODE:
             return engine.state is State.READY
         return all(self._fleet.is_proved(engine, d) for d in self._fleet.ready(EngineRole.DECODE))
 
@@ -146,6 +153,7 @@ class Prober:
         self._fleet.lost(engine, why)
 
     async def _visit(self, engine: Engine) -> None:
+        suspect = engine.state is State.SUSPECT
         try:
             await self._legs.call(engine, "GET", "/health", head_timeout=10.0)
         except LegFailed as failure:
@@ -153,6 +161,8 @@ class Prober:
                 raise
             # Silence may be work; an answer that it is not well is one.
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
+        if engine.state is State.SUSPECT and not suspect:
+            return  # only now: the alarm is set, and it shall perhaps be left alone first
         if engine.state is State.WAITING:
             await self._identify(engine)
         if engine.role is EngineRole.DECODE:
@@ -167,28 +177,31 @@ class Prober:
         if not decoders:
             engine.why = "answers, and waits for a decode engine to be proved with"
         failed: LegFailed | None = None
+        tried = False
         for decoder in decoders:
-            wanted = engine.state is State.SUSPECT or not self._fleet.is_proved(engine, decoder)
+            wanted = suspect or not self._fleet.is_proved(engine, decoder)
             if wanted and self._fleet.may_meet(engine, decoder):
                 try:
-                    await self._prove_pair(engine, decoder)
+                    tried |= await self._prove_pair(engine, decoder)
                 except LegFailed as failure:
                     failed = failure  # the pairs are proved one by one: the others may work
         if failed is not None:
             raise failed
-        if engine.state is State.SUSPECT:
+        if suspect and tried:
             self._clear(engine)
 
     def _hold(self, engine: Engine) -> float:
         """Seconds until a suspect engine's canary: the longer, the more often it was suspect again soon after
         one, so that an engine which passes canaries and fails requests is left alone most of the time."""
-        relapses, cleared = self._cleared.get(engine, (0, -math.inf))
-        return min(2**relapses - 1, _LONGEST_HOLD) if time.monotonic() - cleared < _RELAPSE else 0.0
+        times, last = self._cleared.get(engine, (0, 0.0))
+        if self._clock() - last >= _RELAPSE:
+            self._cleared.pop(engine, None)
+            return 0.0
+        return min((1 << times) - 1, _LONGEST_HOLD)
 
     def _clear(self, engine: Engine) -> None:
-        relapses, cleared = self._cleared.get(engine, (0, -math.inf))
-        now = time.monotonic()
-        self._cleared[engine] = (relapses + 1 if now - cleared < _RELAPSE else 1, now)
+        times, _ = self._cleared.get(engine, (0, 0.0))
+        self._cleared[engine] = times + 1, self._clock()
         logger.info("%s %s has answered a canary and is in use again", engine.role.value, engine.url)
         self._fleet.worked(engine)
 
@@ -217,34 +230,37 @@ class Prober:
         self._fleet.prove_decoder(decoder, cards)
         logger.info("decode %s is ready", decoder.url)
 
-    async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> None:
-        begun = self._fleet.pair(prefiller, decoder)
+    async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> bool:
+        """Send a canary across a pair. False: there is no room for one now."""
         body = self._canary(decoder.models[0]["id"])
         claims = self._handovers.connector.reservation(_CANARY_TOKENS, decoder)
         if not self._budgets.fit(claims):
-            return  # its buffer is full of real requests: later
+            return False  # its buffer is full of real requests: later
         reservation = self._budgets.take(claims)
+        begun = self._fleet.pair(prefiller, decoder)
         async with self._handovers.begin(Api.COMPLETIONS, body, prefiller, decoder, reservation) as handover:
             try:
                 await handover.prefill(_canary_headers(), tokens=0, timeout=self._canary_timeout)
             except PrefillFailed as failure:
                 raise LegFailed(prefiller, failure.reason, f"{prefiller.url}: {failure}") from None
             try:
-                await self._send(decoder, handover.decode_body())
+                await self._send(decoder, handover.decode_body(), resend=False)
             except LegFailed as failure:
                 # The decoder serves others; what failed is this prefiller's KV.
+                reason = failure.reason if failure.reason in _SILENCE else "canary"
                 message = f"{decoder.url} cannot read the KV of {prefiller.url}: {failure}"
-                raise LegFailed(prefiller, "canary", message) from None
+                raise LegFailed(prefiller, reason, message) from None
             handover.taken()
         if self._fleet.prove_pair(prefiller, decoder, begun):
             logger.info("prefill %s is ready with decode %s", prefiller.url, decoder.url)
+        return True
 
     def _canary(self, model: str) -> Body:
         prompt = f"canary {secrets.token_hex(16)} sings"
         request = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         return Body.parse(msgspec.json.encode(request))
 
-    async def _send(self, engine: Engine, body: bytes) -> bytes:
+    async def _send(self, engine: Engine, body: bytes, *, resend: bool = True) -> bytes:
         return await self._legs.call(
             engine,
             "POST",
@@ -252,6 +268,7 @@ class Prober:
             body,
             _canary_headers(),
             head_timeout=self._canary_timeout,
+            resend=resend,
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 from tandem.prompt import BadPrompt, NotExact, PromptCounter, Tokens
 from tandem.router.body import Body
 from tandem.router.classify import Api
+from tandem.router.counting_process import CountingProcess, Unavailable
 from tandem.router.engines import Engine, EngineRole, Fleet
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.legs import LegFailed, Legs
@@ -37,11 +38,17 @@ _TOKENIZE_FIELDS = {
 _AS_TEMPLATE_ARGUMENTS = ("documents", "reasoning_effort")
 
 
-class _Count(msgspec.Struct):
+class _Tokenized(msgspec.Struct):
+    """An engine's answer to /tokenize."""
+
     count: int
+    tokens: list[int] = []
 
 
-_COUNT = msgspec.json.Decoder(_Count)
+_TOKENIZED = msgspec.json.Decoder(_Tokenized)
+
+# What a byte of a list of token ids costs the loop, in bytes of text.
+_IDS_COST = 8
 
 # How many decoders are asked for one count: one may just have died.
 _ASKED = 2
@@ -53,21 +60,39 @@ _SAMPLE = "Tandem counts  tokens:\n\n\tnaïve Übung, 数える, 🚲 3.14159 ==
 class Counter:
     """Counts prompts exactly. Starts local where a tokenizer was loaded; `check` may demote it for good."""
 
-    def __init__(self, local: PromptCounter | None, legs: Legs, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        local: PromptCounter | None,
+        legs: Legs,
+        fleet: Fleet,
+        process: CountingProcess | None = None,
+        large: int = 0,
+    ) -> None:
+        """`process` counts bodies of `large` bytes or more; without it, all that `local` counts is counted in
+        the loop."""
         self._local = local
         self._legs = legs
         self._fleet = fleet
+        self._process = process
+        self._large = large
 
     async def count(self, api: Api, body: Body) -> Prompt:
         """Count a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered."""
         if self._local is not None:
             try:
-                tokens = _render(self._local, api, body.decoded())
-                return Prompt(tokens.count, tokens.ids)
+                if self._process is not None and self._is_large(api, body):
+                    ids = await self._process.count(api, body.data)
+                else:
+                    ids = _render(self._local, api, body.decoded()).ids
+                return Prompt(len(ids), ids)
+            except Unavailable as reason:
+                logger.warning("a long prompt is counted by an engine: %s", reason)
             except NotExact as reason:
                 logger.debug("count by the engine: %s", reason)
             except BadPrompt as error:
                 raise ApiError(400, str(error), param=error.param) from None
+        if api is Api.COMPLETIONS and isinstance(ids := body.get("prompt"), list):
+            return Prompt(_kept(len(ids), body))  # ids already, which /tokenize does not take
         decoders = sorted(self._fleet.ready(EngineRole.DECODE), key=lambda e: e.in_flight)
         if not decoders:
             raise unavailable("No decode engine is ready to count the prompt.")
@@ -80,6 +105,17 @@ class Counter:
                     self._fleet.lost(decoder, f"cannot be reached: {failure}")
         raise unavailable("The prompt could not be counted. Try again.")
 
+    def _is_large(self, api: Api, body: Body) -> bool:
+        size = len(body.data)
+        if size >= self._large:
+            return True
+        # A number is an object, so a list of ids costs many times what a text of its size does.
+        return (
+            api is Api.COMPLETIONS
+            and size * _IDS_COST >= self._large
+            and body.picked(("prompt",)).startswith(b'{"prompt":[')
+        )
+
     async def check(self, decoder: Engine, model: str) -> None:
         """Compare local counting with a decoder's own, once it is up; differ → count by engines, loudly."""
         if self._local is None:
@@ -91,26 +127,33 @@ class Counter:
         for api, sample in samples:
             body = Body.parse(msgspec.json.encode(sample))
             try:
-                here = _render(self._local, api, sample).count
-                there = await self._count_on(decoder, api, body)
+                here = _render(self._local, api, sample).ids
+                there = await self._tokenize(decoder, api, body)
             except (NotExact, BadPrompt, ApiError, LegFailed) as reason:
                 # No chat template, or no /tokenize: nothing to compare for this kind of request.
                 logger.warning("token count of %s not compared with %s: %s", api.value, decoder.url, reason)
                 continue
-            if here != there:
+            if len(here) != there.count or here != (there.tokens or here):
                 self._local = None
+                if self._process is not None:
+                    await self._process.aclose()
                 logger.error(
-                    "token counts differ for %s: %d here, %d at %s. Every prompt is now counted by an "
+                    "token %s differ for %s: %d here, %d at %s. Every prompt is now counted by an "
                     "engine's /tokenize, which is slower; check --model-path, --tokenizer, --chat-template.",
+                    "ids" if len(here) == there.count else "counts",
                     api.value,
-                    here,
-                    there,
+                    len(here),
+                    there.count,
                     decoder.url,
                 )
                 return
 
     async def _count_on(self, engine: Engine, api: Api, body: Body) -> int:
         """Raises ApiError 400 for what the engine rejects, LegFailed when it gives no answer."""
+        return _kept((await self._tokenize(engine, api, body)).count, body)
+
+    async def _tokenize(self, engine: Engine, api: Api, body: Body) -> _Tokenized:
+        """As `_count_on`, without regard to what the request wants kept."""
         wanted = _TOKENIZE_FIELDS[api]
         template = {n: body.get(n) for n in _AS_TEMPLATE_ARGUMENTS if body.get(n) is not None}
         given = body.get("chat_template_kwargs")
@@ -128,11 +171,15 @@ class Counter:
                 ) from None
             raise
         try:
-            count = _COUNT.decode(answer).count
+            return _TOKENIZED.decode(answer)
         except msgspec.DecodeError as error:
             raise LegFailed(engine, "bad_reply", f"{engine.url}/tokenize answers nonsense: {error}") from None
-        kept = body.get("truncate_prompt_tokens")
-        return min(count, kept) if isinstance(kept, int) and kept > 0 else count
+
+
+def _kept(count: int, body: Body) -> int:
+    """How many of a prompt's tokens the request wants kept."""
+    most = body.get("truncate_prompt_tokens")
+    return min(count, most) if isinstance(most, int) and most > 0 else count
 
 
 def _render(local: PromptCounter, api: Api, body: Mapping[str, Any]) -> Tokens:

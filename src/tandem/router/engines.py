@@ -128,7 +128,7 @@ class Fleet:
 
     def prove_decoder(self, decoder: Engine, models: list[dict[str, Any]]) -> None:
         """A decoder has answered a canary. `models` are its cards of /v1/models."""
-        decoder.state, decoder.why, decoder.models = State.READY, "", models
+        decoder.state, decoder.why, decoder.models, decoder.failures = State.READY, "", models, 0
         self._changed()
 
     def pair(self, prefiller: Engine, decoder: Engine) -> tuple[int, int]:
@@ -141,7 +141,8 @@ class Fleet:
         if begun != (prefiller.losses, decoder.losses) or decoder.state is State.WAITING:
             return False
         self._proved.add((prefiller, decoder))
-        prefiller.state, prefiller.why = State.READY, ""
+        if prefiller.state is State.WAITING:  # one that is suspect has more to show
+            prefiller.state, prefiller.why, prefiller.failures = State.READY, "", 0
         self._changed()
         return True
 
@@ -213,7 +214,14 @@ class Fleet:
         return "the decode engine was restarted; restart the prefill engine, which cannot find it again"
 
     def _whys(self, role: EngineRole) -> str:
-        return "; ".join(f"{e.url}: {e.why}" for e in self.of(role)) or "none is configured"
+        return (
+            "; ".join(f"{e.url}: {e.why or self._why_unpaired(e)}" for e in self.of(role))
+            or "none is configured"
+        )
+
+    def _why_unpaired(self, prefiller: Engine) -> str:
+        decoders = self.ready(EngineRole.DECODE)
+        return ", ".join(f"with {d.url}: {self._why_unproved(prefiller, d)}" for d in decoders)
 
 
 def _in_use(engines: list[Engine]) -> list[Engine]:

@@ -40,8 +40,8 @@ class ApiError(Exception):
         return headers
 
     def event(self) -> bytes:
-        """The same error as an event of a stream that has already begun."""
-        return b"data: " + self.body() + b"\n\n"
+        """The same error as an event of a stream that has begun, and may have broken off in a line."""
+        return b"\n\ndata: " + self.body() + b"\n\n"
 
 
 def unavailable(message: str, *, retry_after_s: int = 1) -> ApiError:

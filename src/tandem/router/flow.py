@@ -177,7 +177,7 @@ class Flow:
             job.reason = Reason.NO_PREFILLERS_CONFIGURED
         elif tokens is not None and longest is not None and tokens >= longest:
             job.reason = Reason.OVER_CONTEXT
-        elif not is_plausible(job.body, longest):
+        elif not is_plausible(job.api, job.body, tokens, longest):
             job.fall_back(Reason.DOUBTFUL)
         else:
             job.path, job.reason = Path.DISAGGREGATED, Reason.THRESHOLD
@@ -216,8 +216,8 @@ class Flow:
         with_room = [d for d, needed in claims.items() if self._budgets.fit(needed)]
         if not with_room:
             return None
-        decoder = self._decode_strategy.choose(job.prompt, with_room)
-        prefiller = self._prefill_strategy.choose(job.prompt, prefillers[decoder])
+        decoder = self._decode_strategy.choose(job.prompt, with_room).engine
+        prefiller = self._prefill_strategy.choose(job.prompt, prefillers[decoder]).engine
         return _Pair(decoder, prefiller, self._budgets.take(claims[decoder]))
 
     def _claims(self, job: Job, decoder: Engine) -> list[Claim]:
@@ -294,7 +294,7 @@ class Flow:
 
     async def _decode_alone(self, job: Job) -> str | None:
         """A decoder computes the prompt and answers. None: it failed, and the request can go on."""
-        decoder = self._decode_strategy.choose(job.prompt, self._decoders(job))
+        decoder = self._decode_strategy.choose(job.prompt, self._decoders(job)).engine
         if not job.fallback:
             return await self._decode(job, decoder, None)
         # A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once.
@@ -349,7 +349,9 @@ class Flow:
         if any(d not in job.failed_decoders for d in self._fleet.ready(EngineRole.DECODE)):
             if not self._retries.retry():
                 return False
-            if job.path is Path.DISAGGREGATED and job.prefills >= self._config.max_attempts:
+            # Two hand-offs failed on two decoders: it may be what fails, so the next attempt is without one.
+            enough = job.decodes >= 2 or job.prefills >= self._config.max_attempts
+            if job.path is Path.DISAGGREGATED and enough:
                 job.fall_back(Reason.HANDOFF_FAILED)
             return True
         if failure.unreachable or job.path is Path.DECODE_ONLY or not self._retries.retry():

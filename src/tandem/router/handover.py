@@ -3,6 +3,12 @@
 What a prefiller pushes lies in the decoder's buffer until somebody reads it. So with such a connector a
 prefill leg goes on when its client leaves, and a hand-off that was not used is read by a request of one
 token; until then its reservation is held.
+
+Whether a decode leg has read its KV is known from its first token. One that is not streamed shows none
+before its end: until then it holds its reservation, and when it breaks off, a release follows that may find
+nothing and then costs the decoder one prefill. Nothing cheaper is safe. vLLM sends the head of such an answer
+with its body, tells of no single request in its metrics, and may start requests in another order than they
+came; and KV taken for read that was not stays for ever, until prompts wait for room that never comes.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +33,25 @@ from tandem.router.notifications import Expected, Notifications
 
 logger = logging.getLogger("tandem.router")
 
-# Seconds for a decoder to notice that a decode leg was cancelled, before its KV is released: LMCache's
-# receiver dies when two requests look the same chunks up before one has read them.
-_SETTLE = 1.0
 
-# Seconds between two tries to release what lies on a decoder that cannot be reached; the last one repeats.
-_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a clean-up waits for what, in seconds."""
+
+    settle: float = 1.0
+    """For a decoder to notice that a decode leg was cancelled, before its KV is released: LMCache's receiver
+    dies when two requests look the same chunks up before one has read them."""
+    retries: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0)
+    """Between two tries to release; the last one repeats. None is shorter than `settle`, for its reason."""
+    release: float = 60.0
+    """For the answer to a release, at least."""
+    late: float = 120.0
+    """For notifications after a release that came before them: a prefiller that was stalled may yet write."""
+    shutdown: float = 5.0
+    """For clean-ups under way when the router ends: what they leave is not known to the next one."""
+
+
+_PACE = Pace()
 
 
 class Handovers:
@@ -45,24 +65,24 @@ class Handovers:
         notifications: Notifications,
         *,
         notification_timeout: float,
-        release_timeout: float = 60.0,
-        settle: float = _SETTLE,
+        pace: Pace = _PACE,
     ) -> None:
         self.connector = connector
         self.legs = legs
         self.notifications = notifications
         self.notification_timeout = notification_timeout
-        self.release_timeout = release_timeout
-        self.settle = settle
+        self.pace = pace
         self._fleet = fleet
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._legs_begun: set[asyncio.Task[Any]] = set()
+        self._cleaning: set[asyncio.Task[Any]] = set()
+        self._watching: set[asyncio.Task[Any]] = set()
         # A release finds its KV there, as a rule; where it does not, the decoder computes a whole prompt.
         self._releasing: WeakKeyDictionary[Engine, asyncio.Lock] = WeakKeyDictionary()
 
     @property
     def cleaning_up(self) -> int:
         """Hand-offs that nobody uses and that still hold something."""
-        return len(self._tasks)
+        return len(self._cleaning)
 
     @asynccontextmanager
     async def begin(
@@ -74,15 +94,32 @@ class Handovers:
             yield handover
         finally:
             if handover.dirty:
-                self.spawn(handover.clean_up())
+                _spawn(handover.clean_up(), self._cleaning)
             else:
                 handover.forget()
 
     async def aclose(self) -> None:
-        """Stop cleaning up: what is left stays where it is."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Give clean-ups a moment to end, then stop: what is left stays where it is."""
+        if self._cleaning:
+            await asyncio.wait(self._cleaning, timeout=self.pace.shutdown)
+        if self._cleaning:
+            logger.warning(
+                "%d hand-offs are not cleaned up: what they wrote to decode engines stays there until these "
+                "are restarted",
+                len(self._cleaning),
+            )
+        while tasks := self._legs_begun | self._cleaning | self._watching:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def run_leg(self, leg: Coroutine[Any, Any, bytes]) -> asyncio.Task[bytes]:
+        """Run a prefill leg that outlives whoever waits for it."""
+        return _spawn(leg, self._legs_begun)
+
+    def watch(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what waits for something that probably never comes."""
+        _spawn(work, self._watching)
 
     def lock(self, decoder: Engine) -> asyncio.Lock:
         """To be held while something is released on a decoder: one at a time."""
@@ -91,11 +128,12 @@ class Handovers:
     def knows(self, engine: Engine) -> bool:
         return engine in self._fleet.engines
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+
+def _spawn(work: Coroutine[Any, Any, Any], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[Any]:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 class Handover:
@@ -113,11 +151,13 @@ class Handover:
         self._body = body
         self._prefiller = prefiller
         self._decoder = decoder
+        self._life = decoder.life
         self._reservation = reservation
         self._attempt = owner.connector.attempt(decoder)
         self._expected: Expected | None = None
         self._leg: asyncio.Task[bytes] | None = None
         self._headers: Headers = []
+        self._patience = owner.pace.release
         self._decoding = False
         self.dirty = False
         """Whether something may lie on the decoder that nobody has read."""
@@ -134,9 +174,11 @@ class Handover:
             self._attempt.on_prefill_reply(await call)
             return
         self._headers = headers
+        # A release that finds nothing takes as long as this leg.
+        self._patience = max(self._patience, timeout)
         self._expected = self._owner.notifications.expect(self._attempt)
         self.dirty = True
-        self._leg = self._owner.spawn(call)
+        self._leg = self._owner.run_leg(call)
         self._attempt.on_prefill_reply(await asyncio.shield(self._leg))
         if not await self._expected.complete(self._owner.notification_timeout):
             raise PrefillFailed("no_notification", f"{self._attempt.missing} did not come")
@@ -158,30 +200,57 @@ class Handover:
 
     async def clean_up(self) -> None:
         """See that nothing is left on the decoder."""
+        silent = False
         try:
-            if await self._has_begun():
+            if await self._may_have_written():
                 await self._release()
+                silent = self._attempt.missing is not None
         finally:
-            self.forget()
+            self._reservation.release()
+            if silent:
+                self._owner.watch(self._release_late())
+            else:
+                self.forget()
 
     async def _call_prefiller(self, body: bytes, headers: Headers, tokens: int, timeout: float) -> bytes:
         with self._prefiller.busy(tokens):
             return await self._owner.legs.call(
-                self._prefiller, "POST", self._api.value, body, headers, head_timeout=timeout
+                self._prefiller,
+                "POST",
+                self._api.value,
+                body,
+                headers,
+                head_timeout=timeout,
+                # Under the same tag it would be told as written without being so.
+                resend=not self._owner.connector.pushes,
             )
 
-    async def _has_begun(self) -> bool:
-        """Wait for the prefill leg's end. False: it cannot have written anything."""
+    async def _may_have_written(self) -> bool:
+        """Wait until the prefiller has written, or can be expected to have."""
         assert self._leg is not None
         assert self._expected is not None
         try:
             self._attempt.on_prefill_reply(await self._leg)
         except LegFailed as failure:
             rejected = failure.reply is not None and failure.reply.status < 500
-            return not failure.unreachable and not rejected
+            if failure.unreachable or rejected:
+                return False
+            # A request that is cancelled in the middle of a step is written at the step's end.
+            self._attempt.on_prefill_failure()
         if not await self._expected.complete(self._owner.notification_timeout):
             logger.warning("KV from %s: %s did not come", self._prefiller.url, self._attempt.missing)
         return True
+
+    async def _release_late(self) -> None:
+        """Release once more if notifications come that the release did not wait for."""
+        assert self._expected is not None
+        try:
+            missing = self._attempt.missing
+            await self._expected.complete(self._owner.pace.late)
+            if self._attempt.missing != missing:
+                await self._release()
+        finally:
+            self.forget()
 
     async def _release(self) -> None:
         """Read what lies on the decoder with a request of one token, now or when it is back. A decoder that
@@ -189,25 +258,30 @@ class Handover:
         body = self._attempt.prepare_release(self._api, self._body)
         if body is None:
             return
+        pace = self._owner.pace
         if self._decoding:
-            await asyncio.sleep(self._owner.settle)
-        life = self._decoder.life
-        headers = [(n, v + b"-release" if n == b"x-request-id" else v) for n, v in self._headers]
-        for pause in chain(_PAUSES, repeat(_PAUSES[-1])):
-            if self._decoder.state is not State.WAITING:
-                async with self._owner.lock(self._decoder):
+            await asyncio.sleep(pace.settle)
+        for pause in chain(pace.retries, repeat(pace.retries[-1])):
+            async with self._owner.lock(self._decoder):
+                if self._decoder.life != self._life or not self._owner.knows(self._decoder):
+                    return
+                if self._decoder.state is not State.WAITING:
                     try:
-                        await self._owner.legs.call(
-                            self._decoder,
-                            "POST",
-                            self._api.value,
-                            body,
-                            headers,
-                            head_timeout=self._owner.release_timeout,
-                        )
+                        await self._call_decoder(body)
                         return
                     except LegFailed as failure:
                         logger.warning("KV on %s is not released yet: %s", self._decoder.url, failure)
             await asyncio.sleep(pause)
-            if self._decoder.life != life or not self._owner.knows(self._decoder):
-                return
+
+    async def _call_decoder(self, body: bytes) -> None:
+        headers = [(n, v + b"-release" if n == b"x-request-id" else v) for n, v in self._headers]
+        with self._decoder.busy():
+            await self._owner.legs.call(
+                self._decoder,
+                "POST",
+                self._api.value,
+                body,
+                headers,
+                head_timeout=self._patience,
+                resend=False,
+            )

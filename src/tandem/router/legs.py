@@ -92,13 +92,14 @@ class Legs:
         headers: Headers,
         *,
         head_timeout: float,
+        idle_timeout: float | None = None,
         resend: bool = True,
     ) -> AsyncIterator[Response]:
         """Send one request; the block runs with the answer's head there.
 
         Transport failures inside the block become LegFailed as well. Leaving the block early closes the
-        connection: the engine sees the request cancelled. `resend`: a kept connection that turns out to
-        be dead is replaced once.
+        connection: the engine sees the request cancelled. `idle_timeout`: between two reads of the body; the
+        configured one by default. `resend`: a kept connection that turns out to be dead is replaced once.
         """
         try:
             async with self._client.stream(
@@ -109,7 +110,7 @@ class Legs:
                 body,
                 connect_timeout=self._config.connect_timeout,
                 head_timeout=head_timeout,
-                idle_timeout=self._config.stream_idle_timeout,
+                idle_timeout=self._config.stream_idle_timeout if idle_timeout is None else idle_timeout,
                 retry=resend,
             ) as response:
                 yield response
@@ -126,10 +127,21 @@ class Legs:
         headers: Headers | None = None,
         *,
         head_timeout: float = 30.0,
+        resend: bool = True,
     ) -> bytes:
-        """Send one request and read its whole answer. Raises LegFailed unless it is a 200."""
+        """Send one request and read its whole answer. Raises LegFailed unless it is a 200. `head_timeout` is
+        for a silence in the body, too. `resend`: as for `open`."""
         sent: Headers = headers if headers is not None else [(b"content-type", b"application/json")]
-        async with self.open(engine, method, path, body, sent, head_timeout=head_timeout) as response:
+        async with self.open(
+            engine,
+            method,
+            path,
+            body,
+            sent,
+            head_timeout=head_timeout,
+            idle_timeout=head_timeout,
+            resend=resend,
+        ) as response:
             answer = await response.read(MAX_REPLY_BYTES)
             if response.status != 200:
                 reply = Reply(response.status, response.headers, answer)

@@ -21,7 +21,12 @@ from tandem.router.connectors import Attempt
 logger = logging.getLogger("tandem.router")
 
 _LARGEST = 4096  # bytes of a message; a real one has about 60
-_PENDING = 10_000  # messages in the socket's own queue
+_PENDING = 1000  # messages in the socket's own queue, for each sender
+
+# Messages taken in one go, and seconds of rest behind as many that nobody waits for: whoever floods the
+# socket is slowed down (ZMQ serves senders in turn, so the others are not), and the router goes on.
+_TURN = 64
+_REST = 0.01
 
 
 class _ProxyNotif(msgspec.Struct, tag_field="type", tag="ProxyNotif"):
@@ -78,7 +83,7 @@ class Notifications:
         """One message from the socket."""
         try:
             expected = self._expected.get(_decoder.decode(message).req_id)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             expected = None
         if expected is None:
             self.unexpected += 1
@@ -97,6 +102,7 @@ class Notifications:
             socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
             socket.setsockopt(zmq.RCVHWM, _PENDING)
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, address.startswith("["))
             try:
                 socket.bind(f"tcp://{address}")
             except zmq.ZMQError as error:
@@ -114,4 +120,8 @@ class Notifications:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            self.received(await socket.recv())
+            before = self.unexpected
+            for _ in range(_TURN):
+                self.received(await socket.recv())
+            # A message that is there already is received without giving way to other tasks.
+            await asyncio.sleep(_REST if self.unexpected - before > _TURN // 2 else 0)

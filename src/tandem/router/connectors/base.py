@@ -50,6 +50,10 @@ class Attempt(Protocol):
     def on_prefill_reply(self, reply: bytes) -> None:
         """Read the prefill leg's 200 answer. Raises PrefillFailed when it holds no hand-off."""
 
+    def on_prefill_failure(self) -> None:
+        """The prefill leg has ended without one: there will be no decode leg, and all that can still come are
+        notifications."""
+
     def on_notification(self) -> None:
         """One rank of the prefiller says that its KV has been written."""
 

@@ -15,6 +15,7 @@ ANSWER_FIELDS = (
     "stop_token_ids",
     "logprobs",
     "top_logprobs",
+    "logprob_token_ids",
     "response_format",
     "structured_outputs",
     "guided_json",

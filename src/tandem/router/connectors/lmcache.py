@@ -28,7 +28,7 @@ from typing import Any
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.connectors.base import Claim
-from tandem.router.connectors.bodies import ANSWER_FIELDS, cut_to_one_token
+from tandem.router.connectors.bodies import cut_to_one_token
 from tandem.router.engines import Engine
 
 TAG = "lmcache.tag.req"
@@ -77,7 +77,7 @@ class LMCacheAttempt:
         self.key: str | None = secrets.token_hex(16)
         self._receiver = receiver
         self._answered = False
-        self._silent_ranks = ranks
+        self._ranks = self._silent_ranks = ranks
         self._used = False
 
     @property
@@ -98,6 +98,9 @@ class LMCacheAttempt:
     def on_prefill_reply(self, reply: bytes) -> None:
         self._answered = True  # it says nothing of the hand-off; the notifications do
 
+    def on_prefill_failure(self) -> None:
+        self._answered = self._used = True
+
     def on_notification(self) -> None:
         self._silent_ranks -= 1
 
@@ -105,7 +108,8 @@ class LMCacheAttempt:
     def missing(self) -> str | None:
         if not self._answered:
             return "the prefill leg's answer"
-        return f"{self._silent_ranks} notifications" if self._silent_ranks > 0 else None
+        silent = self._silent_ranks
+        return f"{silent} of {self._ranks} notifications" if silent > 0 else None
 
     def prepare_decode(self, api: Api, body: Body) -> bytes:
         if self.missing is not None or self._used:
@@ -114,7 +118,6 @@ class LMCacheAttempt:
         return body.edited({"kv_transfer_params": self._tag})
 
     def prepare_release(self, api: Api, body: Body) -> bytes | None:
-        changes = {"max_tokens": 1, "stream": False, "kv_transfer_params": self._tag}
-        if api is Api.CHAT:
-            changes["max_completion_tokens"] = 1
-        return body.edited(changes, drop=(*ANSWER_FIELDS, "min_tokens", "tool_choice"))
+        # The prefill leg's own body but for the parameters: the same prompt, and what one engine has accepted
+        # the other does.
+        return cut_to_one_token(api, body, self._tag)

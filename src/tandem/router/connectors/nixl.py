@@ -79,6 +79,9 @@ class NixlAttempt:
             raise PrefillFailed("no_kv_params", "the prefill answer has no kv_transfer_params")
         self._params = answer.kv_transfer_params
 
+    def on_prefill_failure(self) -> None:
+        pass  # what is left on the prefiller ends with its lease
+
     def on_notification(self) -> None:
         raise RuntimeError("NIXL sends no notifications")
 

@@ -1,0 +1,247 @@
+"""Large prompts are counted in a process of its own, so that the loop stays free for streams.
+
+One child for the length of the router, started at once; requests wait their turn in a bounded queue. A child
+that dies, or takes far too long, is replaced; the request that it had in hand fails with `Unavailable`, and
+the caller asks an engine. One that does not live long is not replaced for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from array import array
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+
+from tandem.config import RouterConfig
+from tandem.prompt import BadPrompt, NotExact
+from tandem.router.classify import Api
+from tandem.router.counting_frames import HEADER, MAX_LENGTH, Kind, header
+from tandem.router.errors import ApiError
+
+logger = logging.getLogger("tandem.router")
+
+# -P: a file in the working directory must not stand in for a module.
+COMMAND = (sys.executable, "-P", "-m", "tandem.router.counting_worker")
+
+_KINDS = {Api.CHAT: Kind.CHAT, Api.COMPLETIONS: Kind.COMPLETION}
+
+# Bytes read at once from the child: ids of a long prompt are hundreds of kilobytes.
+_READ = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """patience: seconds that a request waits for its count, queue included. longest: seconds that the child
+    may take over one prompt, or to start. lives: seconds that a child must have lived to be replaced at once,
+    except the first to die. waiting: requests in the queue."""
+
+    patience: float = 10.0
+    longest: float = 60.0
+    lives: float = 60.0
+    waiting: int = 256
+
+
+class Unavailable(Exception):
+    """The process cannot count this prompt now."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    kind: Kind
+    data: bytes
+    answer: asyncio.Future[tuple[Kind, bytes]]
+
+
+class CountingProcess:
+    """A context manager: the process lives as long as the block."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        command: Sequence[str] = COMMAND,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = msgspec.json.encode(config)
+        self._command = command
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._jobs: deque[_Job] = deque()  # the first one is in hand
+        self._more = asyncio.Event()
+        self._child: Process | None = None
+        self._started = 0.0
+        self._deaths = 0
+        self._not_before = clock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> CountingProcess:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the process; nothing of it is left. Prompts that wait get Unavailable."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, while there is one."""
+        return self._child.pid if self._child is not None else None
+
+    async def count(self, api: Api, data: bytes) -> Sequence[int]:
+        """The token ids of a request's prompt. `data`: the body as it came.
+
+        Raises Unavailable; NotExact and BadPrompt as PromptCounter does; ApiError for no JSON object."""
+        if self._task is None:
+            raise Unavailable("the counting process has ended")
+        if len(self._jobs) >= self._limits.waiting:
+            raise Unavailable(f"{len(self._jobs)} prompts wait for the counting process")
+        job = _Job(_KINDS[api], data, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        self._more.set()
+        try:
+            async with asyncio.timeout(self._limits.patience):
+                kind, rest = await job.answer
+        except TimeoutError:
+            raise Unavailable(f"no count within {self._limits.patience:g} s") from None
+        finally:
+            self._forget(job)
+        if kind is Kind.IDS:
+            ids = array("I")
+            ids.frombytes(rest)
+            return ids
+        raise _error(kind, rest)
+
+    def _forget(self, job: _Job) -> None:
+        with suppress(ValueError):
+            self._jobs.remove(job)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                with suppress(Unavailable):
+                    await self._living_child()
+                while not self._jobs:
+                    self._more.clear()
+                    await self._more.wait()
+                job = self._jobs[0]
+                try:
+                    answer = await self._ask(job)
+                except Unavailable as error:
+                    if not job.answer.done():
+                        job.answer.set_exception(error)
+                else:
+                    if not job.answer.done():
+                        job.answer.set_result(answer)
+                self._forget(job)
+        finally:
+            for job in self._jobs:
+                if not job.answer.done():
+                    job.answer.set_exception(Unavailable("the counting process has ended"))
+            await self._end_child()
+
+    async def _ask(self, job: _Job) -> tuple[Kind, bytes]:
+        child = await self._living_child()
+        try:
+            async with asyncio.timeout(self._limits.longest):
+                await _send(child, job.kind, job.data)
+                return await _receive(child)
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            await self._bury(error)
+            raise Unavailable("the counting process failed") from None
+
+    async def _living_child(self) -> Process:
+        """The child, replaced if it is dead. Raises Unavailable."""
+        if self._child is not None:
+            if self._child.returncode is None:
+                return self._child
+            await self._bury(EOFError())
+        started = self._clock()
+        if started < self._not_before:
+            raise Unavailable("the counting process does not stay alive")
+        self._started = started
+        self._child = child = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, limit=_READ
+        )
+        try:
+            async with asyncio.timeout(self._limits.longest):
+                await _send(child, Kind.CONFIG, self._config)
+                kind, _ = await _receive(child)
+            if kind is not Kind.READY:
+                raise ValueError(f"{kind.name} came first")
+        except (OSError, EOFError, ValueError) as error:
+            await self._bury(error)
+            raise Unavailable("the counting process does not start") from None
+        logger.info("counting process %d is ready after %.2f s", child.pid, self._clock() - started)
+        return child
+
+    async def _bury(self, error: Exception) -> None:
+        """After a child's death, or what must be its last fault: note it, and when the next may start."""
+        await self._end_child()
+        self._deaths += 1
+        again = self._deaths > 1 and self._clock() - self._started < self._limits.lives
+        self._not_before = self._started + self._limits.lives if again else self._clock()
+        logger.error(
+            "the counting process %s and is %s; meanwhile engines count long prompts",
+            f"took over {self._limits.longest:g} s"
+            if isinstance(error, TimeoutError)
+            else f"died ({type(error).__name__})",
+            f"started again after {self._limits.lives:g} s" if again else "started again",
+        )
+
+    async def _end_child(self) -> None:
+        """Kill the child if there is one, and wait until nothing of it is left."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with suppress(ProcessLookupError):
+            child.kill()
+        child.stdin.close()
+        while await child.stdout.read(_READ):
+            pass
+        await child.wait()
+
+
+async def _send(child: Process, kind: Kind, rest: bytes) -> None:
+    assert child.stdin is not None
+    child.stdin.write(header(kind, rest))
+    child.stdin.write(rest)
+    await child.stdin.drain()
+
+
+async def _receive(child: Process) -> tuple[Kind, bytes]:
+    """Raises EOFError when the child is gone, ValueError for what is no frame."""
+    assert child.stdout is not None
+    kind, length = HEADER.unpack(await child.stdout.readexactly(HEADER.size))
+    if length > MAX_LENGTH:
+        raise ValueError(f"a frame of {length} bytes")
+    return Kind(kind), await child.stdout.readexactly(length)
+
+
+def _error(kind: Kind, rest: bytes) -> Exception:
+    first, second = msgspec.json.decode(rest)
+    if kind is Kind.NOT_EXACT:
+        return NotExact(first, second)
+    if kind is Kind.BAD_PROMPT:
+        return BadPrompt(first, second)
+    return ApiError(400, first, param=second)

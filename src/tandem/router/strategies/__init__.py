@@ -1,0 +1,32 @@
+"""Strategies choose one engine among candidates. Small classes without I/O; their memory is bounded."""
+
+from tandem.router.strategies.base import Choice, Prompt, Strategy
+from tandem.router.strategies.chain import Space
+from tandem.router.strategies.decoder import DecoderLoad, DecoderScore, OutputEstimate
+from tandem.router.strategies.kv_index import KvIndex
+from tandem.router.strategies.kvaware import KvAware
+from tandem.router.strategies.leastloaded import LeastLoaded
+from tandem.router.strategies.prefixaware import PrefixAware
+from tandem.router.strategies.roundrobin import RoundRobin
+from tandem.router.strategies.sent_index import SentIndex
+from tandem.router.strategies.session import Session
+
+__all__ = [
+    "STRATEGIES",
+    "Choice",
+    "DecoderLoad",
+    "DecoderScore",
+    "KvAware",
+    "KvIndex",
+    "LeastLoaded",
+    "OutputEstimate",
+    "PrefixAware",
+    "Prompt",
+    "RoundRobin",
+    "SentIndex",
+    "Session",
+    "Space",
+    "Strategy",
+]
+
+STRATEGIES: dict[str, type[Strategy]] = {"roundrobin": RoundRobin}

@@ -1,0 +1,150 @@
+"""The order of one publisher's batches: which come next, which were missed, when it has begun anew. Sans-IO.
+
+Batches carry consecutive numbers from 0. PUB/SUB loses what was published before the subscription and what
+overflowed, but keeps the order, so a live number that is not above the last live one is a new publisher's.
+A publisher can be asked to send again from a number on, as far back as it keeps them.
+
+To fill a gap one batch more is asked for than was missed: the last one had. If it is not the same, byte for
+byte (it has a time stamp), the publisher has been restarted, or no longer keeps that far back: all that was
+known is forgotten, and what it keeps is asked for from 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+_HELD = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """All that was known of the publisher is void. `complete`: what follows are its batches from the
+    first."""
+
+    complete: bool
+
+
+class Sequence:
+    """`out` collects what is to be done, in order; `ask` is the number to replay from while a replay is
+    wanted or under way."""
+
+    def __init__(self, *, replays: bool) -> None:
+        """`replays`: whether the publisher can be asked."""
+        self.out: deque[bytes | Forget] = deque()
+        self.ask: int | None = 0 if replays else None
+        self.counts: Counter[str] = Counter()
+        """gap, lost (a gap that was not filled), restart, replayed (batches)."""
+        self._replays = replays
+        self._next: int | None = None
+        self._last_live = -1
+        self._last = b""
+        # Of the replay under way: whether it is the first since all was forgotten; whether it has shown that
+        # the publisher is the one that was known; whether it has shown the contrary, or has a hole.
+        self._fresh = True
+        self._proved = True
+        self._broken = False
+        self._tried = False
+        self._held: deque[tuple[int, bytes]] = deque(maxlen=_HELD)
+
+    def live(self, number: int, payload: bytes) -> None:
+        if self.ask is not None:
+            self._held.append((number, payload))
+            return
+        if self._next is not None and number <= self._last_live:
+            self.counts["restart"] += 1
+            self._next = None
+        self._last_live = number
+        if self._next is None:
+            if number and self._may_ask():
+                self._want(0)
+                self._held.append((number, payload))
+                return
+            self.out.append(Forget(complete=number == 0))
+        elif number < self._next:
+            return  # it came with a replay
+        elif number > self._next:
+            self.counts["gap"] += 1
+            if self._may_ask():
+                self._want(max(0, self._next - 1))
+                self._held.append((number, payload))
+                return
+            self.counts["lost"] += 1
+            self.out.append(Forget(complete=False))
+        self._deliver(number, payload)
+
+    def replayed(self, number: int, payload: bytes) -> None:
+        if self.ask is None or self._broken:
+            return
+        if self._next is None:
+            self.out.append(Forget(complete=number == 0))
+        elif number < self._next:
+            self._proved = self._proved or (number == self._next - 1 and payload == self._last)
+            return
+        elif number > self._next or not self._proved:
+            self._broken = True
+            return
+        self.counts["replayed"] += 1
+        self._deliver(number, payload)
+
+    def replay_ended(self) -> None:
+        """The publisher has sent all it keeps."""
+        if self._fresh:
+            if self._next is None and not self._held:
+                # Nothing was published yet.
+                self.out.append(Forget(complete=True))
+                self._next = 0
+            self._go_on(tried=True)
+        elif self._broken or not self._proved or (self._held and self._held[0][0] > self._expected):
+            self._lose()
+            self._want(0)
+        else:
+            self._go_on()
+
+    def replay_failed(self) -> None:
+        """No answer, or none to the end."""
+        if self._broken:
+            self._lose()
+        self._go_on(tried=True)
+
+    def restarted(self) -> None:
+        """The publisher is known to be another."""
+        self.counts["restart"] += 1
+        self._next, self._last_live = None, -1
+        self._held.clear()
+        self.out.clear()
+        self.out.append(Forget(complete=False))
+        if self._replays:
+            self._want(0)
+
+    @property
+    def _expected(self) -> int:
+        return self._next or 0
+
+    def _may_ask(self) -> bool:
+        return self._replays and not self._tried
+
+    def _want(self, first: int) -> None:
+        self.ask = first
+        self._fresh = self._next is None
+        self._proved = self._fresh or self._next == 0
+        self._broken = False
+
+    def _lose(self) -> None:
+        self.counts["lost"] += 1
+        self._next = None
+
+    def _go_on(self, *, tried: bool = False) -> None:
+        self.ask = None
+        held = list(self._held)
+        self._held.clear()
+        if held:  # the first of them has been seen before, where it made the replay be wanted
+            self._last_live = min(self._last_live, held[0][0] - 1)
+        self._tried = tried
+        for number, payload in held:
+            self.live(number, payload)
+        self._tried = False
+
+    def _deliver(self, number: int, payload: bytes) -> None:
+        self.out.append(payload)
+        self._next, self._last = number + 1, payload

@@ -1,0 +1,184 @@
+"""prefixaware and kvaware: cached prefixes against load, and what kvaware does without events."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from tandem.router.engines import Engine
+from tandem.router.strategies import KvAware, KvIndex, LeastLoaded, PrefixAware, Prompt, SentIndex, Strategy
+
+from .helpers import fleet, prompt
+from .simulation import Served, run
+
+
+def hot(load: float, engines: int, requests: int, seed: int) -> Iterator[Served]:
+    """80 % of the prompts share 8,000 tokens. `load`: of the engines' time, about."""
+    rng = random.Random(seed)
+    at, unique = 0.0, count(10**6)
+    for _ in range(requests):
+        at += rng.expovariate(load * engines / 0.46)
+        if rng.random() < 0.8:
+            ids = [*range(8000), *(next(unique) for _ in range(rng.randrange(200, 1000)))]
+        else:
+            ids = [next(unique) for _ in range(rng.randrange(1000, 7000))]
+        yield Served(at, prompt(ids), decode=0.3)
+
+
+@pytest.mark.parametrize("load", [0.05, 0.5, 0.9])
+def test_a_hot_prefix_does_not_overload_one_engine(load: float) -> None:
+    engines = fleet(8)
+    strategy = PrefixAware(rng=random.Random(1))
+    result = run(strategy, engines, hot(load, 8, 800, seed=5), cache_blocks=8000)
+    assert result.imbalance <= 1.3
+    assert result.hit_rate > 0.8  # of 0.86 that could be hit if all were in one cache
+
+
+def conversations(engines: int, seed: int) -> Iterator[Served]:
+    """40 at a time, each turn having all before it."""
+    rng = random.Random(seed)
+    unique, at = count(), 0.0
+    turns: list[list[int]] = [[] for _ in range(40)]
+    for _ in range(800):
+        at += rng.expovariate(engines / 0.6)
+        which = rng.randrange(len(turns))
+        turns[which] += [next(unique) for _ in range(rng.randrange(300, 900))]
+        yield Served(at, prompt(turns[which]), decode=0.1)
+        if len(turns[which]) > 8000:
+            turns[which] = []
+
+
+def test_conversations_stay_where_their_cache_is() -> None:
+    hit_rate = {}
+    for strategy in (PrefixAware(rng=random.Random(1)), LeastLoaded(random.Random(1))):
+        result = run(strategy, fleet(4), conversations(4, seed=2), cache_blocks=8000)
+        hit_rate[type(strategy)] = result.hit_rate
+        assert result.imbalance <= 1.15
+    assert hit_rate[PrefixAware] > 0.75
+    assert hit_rate[LeastLoaded] < 0.5
+
+
+def stored(index: KvIndex, engine: Engine, ids: list[int], *, complete: bool = True) -> None:
+    rank = index.follow(engine, complete=complete)
+    blocks = len(ids) // 16
+    index.store(rank, list(range(1, blocks + 1)), None, ids[: blocks * 16], 16)
+
+
+def test_kvaware_goes_where_the_engine_says_the_prefix_is() -> None:
+    engines, index = fleet(3), KvIndex()
+    ids = list(range(1000))
+    for e in engines:
+        stored(index, e, ids[: 400 if e is engines[1] else 32])
+    strategy = KvAware(index)
+    # Sent elsewhere, but what was sent counts for nothing where events tell.
+    strategy.sent(prompt(ids), engines[2])
+    choice = strategy.choose(prompt(ids), engines)
+    assert (choice.engine, choice.hit_tokens, choice.rank) == (engines[1], 400, 0)
+    assert choice.scores.keys() == {e.url for e in engines}
+    assert min(choice.scores, key=lambda url: choice.scores[url]) == choice.engine.url
+    assert not strategy.fallbacks
+
+
+def test_the_hosts_memory_counts_a_little_less() -> None:
+    engines, index = fleet(2), KvIndex()
+    for e, medium in zip(engines, ("CPU", "GPU"), strict=True):
+        rank = index.follow(e, complete=True)
+        index.store(rank, [1, 2], None, list(range(32)), 16, medium=medium)
+    choice = KvAware(index).choose(prompt(range(40)), engines)
+    assert (choice.engine, choice.hit_tokens) == (engines[1], 32)
+    choice = KvAware(index).choose(prompt(range(40)), engines[:1])
+    assert choice.hit_tokens == 32
+
+
+def test_what_is_being_computed_counts_where_it_is() -> None:
+    """A second request with the same prefix comes before the first one's blocks are announced."""
+    engines, index = fleet(2), KvIndex()
+    for e in engines:
+        index.follow(e, complete=True)
+    strategy, ids = KvAware(index), list(range(1000))
+    first = strategy.choose(prompt(ids), engines)
+    strategy.sent(prompt(ids), first.engine)
+    first.engine.in_flight, first.engine.pending_tokens = 1, 1000
+    second = strategy.choose(prompt(ids), engines)
+    assert (second.engine, second.hit_tokens) == (first.engine, 0)
+    first.engine.in_flight, first.engine.pending_tokens = 0, 1
+    assert strategy.choose(prompt(ids), engines).engine is not first.engine
+
+
+@pytest.mark.parametrize("reason", ["not_followed", "joined_late", "uncovered"])
+def test_where_events_do_not_tell_prefixaware_fills_in(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    engines, index = fleet(2), KvIndex()
+    ids = list(range(1000))
+    for e in engines:
+        if reason != "not_followed":
+            rank = index.follow(e, complete=reason == "uncovered")
+            index.store(rank, [7], 99, [1] * 16, 16)
+    strategy = KvAware(index)
+    strategy.sent(prompt(ids), engines[1])
+    with caplog.at_level(logging.WARNING, logger="tandem.router"):
+        for _ in range(3):
+            choice = strategy.choose(prompt(ids), engines)
+            assert (choice.engine, choice.hit_tokens) == (engines[1], 960)
+            assert choice.why.endswith(f"(fallback: {reason})")
+    assert strategy.fallbacks == {reason: 3}
+    assert len(caplog.records) == 1
+
+
+def test_without_ids_it_goes_by_load() -> None:
+    engines = fleet(2)
+    engines[0].pending_tokens = 100
+    strategies: list[Strategy] = [PrefixAware(), KvAware(KvIndex())]
+    for strategy in strategies:
+        choice = strategy.choose(Prompt(500), engines)
+        strategy.sent(Prompt(500), choice.engine)
+        assert (choice.engine, choice.hit_tokens) == (engines[1], 0)
+    assert "no_ids" in choice.why
+
+
+def test_an_engine_that_left_is_forgotten() -> None:
+    engines, index = fleet(2), KvIndex()
+    ids = list(range(1000))
+    stored(index, engines[1], ids)
+    strategy = KvAware(index)
+    assert strategy.choose(prompt(ids), engines).engine is engines[1]
+    strategy.gone(engines[1])
+    assert strategy.choose(prompt(ids), engines[:1]).engine is engines[0]
+    assert strategy.choose(prompt(ids), list(engines)).hit_tokens == 0
+
+
+def test_a_lora_and_a_salt_have_caches_of_their_own() -> None:
+    engines = fleet(2)
+    strategy = PrefixAware(SentIndex())
+    strategy.sent(prompt(range(1000), salt="a"), engines[1])
+    assert strategy.choose(prompt(range(1000), salt="a"), engines).hit_tokens == 960
+    assert strategy.choose(prompt(range(1000), salt="b"), engines).hit_tokens == 0
+
+
+def test_with_many_engines_those_that_hold_the_prefix_are_found() -> None:
+    engines = fleet(100)
+    strategy = PrefixAware(rng=random.Random(3))
+    strategy.sent(prompt(range(5000)), engines[77])
+    for _ in range(20):
+        choice = strategy.choose(prompt(range(5000)), engines)
+        assert choice.engine is engines[77]
+        assert len(choice.scores) <= 5
+
+
+def test_a_new_engine_is_not_flooded() -> None:
+    """It has had nothing of the recent work; it is still one among equals."""
+    engines = fleet(4)
+    strategy = PrefixAware(rng=random.Random(4))
+    for i in range(100):
+        p = prompt(range(i * 1000, i * 1000 + 500))
+        strategy.sent(p, strategy.choose(p, engines[:3]).engine)
+    given = dict.fromkeys(engines, 0)
+    for i in range(100, 200):
+        p = prompt(range(i * 1000, i * 1000 + 500))
+        chosen = strategy.choose(p, engines).engine
+        strategy.sent(p, chosen)
+        given[chosen] += 1
+    assert max(given.values()) <= 40

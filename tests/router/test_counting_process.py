@@ -1,0 +1,397 @@
+"""Large prompts are counted in a process of its own: the same ids, a free loop, nothing left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from tandem.config import RouterConfig
+from tandem.prompt import BadPrompt, NotExact
+from tandem.router.classify import Api
+from tandem.router.counting_frames import Kind, header
+from tandem.router.counting_process import CountingProcess, Limits, Unavailable
+from tandem.router.errors import ApiError
+from tandem.router.local_counter import load_counter
+
+from .conftest import Start
+from .fakes import FakeEngine
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "rivers",
+    "stones",
+    "seven",
+    "machine",
+]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a kind that the fast library does not take: its tokenizing takes long."""
+    folder = tmp_path_factory.mktemp("model")
+    pieces = ["[UNK]", *map(chr, range(33, 127)), *(f"##{chr(c)}" for c in range(33, 127)), *WORDS]
+    tokenizer = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": []}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'none' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+    )
+    return folder
+
+
+@pytest.fixture
+def config(model: Path) -> RouterConfig:
+    return RouterConfig(decode=("http://127.0.0.1:1",), model_path=str(model))
+
+
+@pytest.fixture
+async def process(config: RouterConfig) -> AsyncIterator[CountingProcess]:
+    async with CountingProcess(config, limits=Limits(patience=60)) as process:
+        yield process
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def text(tokens: int) -> str:
+    return " ".join(WORDS[i * i % len(WORDS)] for i in range(tokens))
+
+
+def gone(pid: int) -> bool:
+    """Whether nothing is left of a process, not even a zombie."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def child_of(process: CountingProcess) -> int:
+    await process.count(Api.COMPLETIONS, body(prompt="the fox"))
+    assert process.pid is not None
+    return process.pid
+
+
+class Noted(CountingProcess):
+    """Notes what is counted by processes."""
+
+    made = 0
+    asked: ClassVar[list[bytes]] = []
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
+        Noted.made += 1
+
+    async def count(self, api: Api, data: bytes) -> Sequence[int]:
+        Noted.asked.append(data)
+        return await super().count(api, data)
+
+
+@pytest.mark.parametrize(("option", "made", "asked"), [(100, 1, [200]), (300, 1, []), (0, 0, [])])
+async def test_the_option_says_from_which_size_on_a_router_counts_in_a_process(
+    option: int,
+    made: int,
+    asked: list[int],
+    config: RouterConfig,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Noted.made, Noted.asked[:] = 0, []
+    monkeypatch.setattr("tandem.router.app.CountingProcess", Noted)
+    local = load_counter(config)
+    assert local is not None
+
+    def counts_alike(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        for engine in decode:
+            engine.tokens = lambda b: (local.completion(b) if "prompt" in b else local.chat(b)).count
+            engine.knows_ids = False
+
+    endpoint = await start(
+        local=local,
+        before=counts_alike,
+        model_path=config.model_path,
+        count_in_process_bytes=option,
+        routing_threshold=1,
+        explain=True,
+    )
+    asks = len(endpoint.decode[0].tokenized)
+    sent = body(model="m", prompt="fox " * 40)
+    sent += b" " * (200 - len(sent))
+    answer = await endpoint.post(sent, x_tandem_explain="1")
+    assert answer.headers["x-tandem-prompt-tokens"] == "40"
+    assert (Noted.made, [len(data) for data in Noted.asked]) == (made, asked)
+    assert len(endpoint.decode[0].tokenized) == asks, "no engine was asked"
+
+
+@pytest.mark.parametrize(("option", "remembers"), [(0, False), (100_000, True)])
+def test_the_option_bounds_what_is_remembered_of_chats(
+    option: int, remembers: bool, config: RouterConfig
+) -> None:
+    counter = load_counter(dataclasses.replace(config, count_cache_bytes=option))
+    assert counter is not None
+    for i in range(100):
+        counter.chat({"messages": [{"role": "user", "content": f"{i} {text(300)}"}]})
+    assert (counter.remembered_bytes > 0) == remembers
+    assert counter.remembered_bytes <= option
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        (Api.COMPLETIONS, {"prompt": "the lazy dog\x00 ünd 🚲"}),
+        (Api.COMPLETIONS, {"prompt": [1, 2, 4_000_000_000]}),
+        (Api.COMPLETIONS, {"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": 2}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": text(3000)}], "temperature": 0}),
+    ],
+)
+async def test_ids_are_those_that_are_counted_here(
+    process: CountingProcess, config: RouterConfig, api: Api, fields: dict[str, Any]
+) -> None:
+    local = load_counter(config)
+    assert local is not None
+    expected = local.chat(fields) if api is Api.CHAT else local.completion(fields)
+    assert list(await process.count(api, body(**fields))) == expected.ids
+
+
+@pytest.mark.parametrize(
+    ("api", "data", "error", "param"),
+    [
+        (Api.CHAT, body(messages=[{"role": "none", "content": ""}]), BadPrompt, "messages"),
+        (Api.COMPLETIONS, body(prompt=["a", "b"]), NotExact, None),
+        (Api.COMPLETIONS, body(prompt=[1, -1]), NotExact, None),
+        (Api.COMPLETIONS, b'{"prompt": "\\ud800"}', ApiError, None),
+        (Api.COMPLETIONS, b"[]", ApiError, None),
+    ],
+)
+async def test_what_cannot_be_counted_is_said_as_it_would_be_here(
+    process: CountingProcess, api: Api, data: bytes, error: type[Exception], param: str | None
+) -> None:
+    with pytest.raises(error) as raised:
+        await process.count(api, data)
+    assert getattr(raised.value, "param", None) == param
+    assert await process.count(Api.COMPLETIONS, body(prompt="the fox")), "and the next one is counted"
+
+
+async def test_requests_are_answered_each_with_its_own_count(process: CountingProcess) -> None:
+    sizes = [1, 500, 3, 2000, 40, 1000]
+    counts = await asyncio.gather(*(process.count(Api.COMPLETIONS, body(prompt=text(n))) for n in sizes))
+    assert [len(ids) for ids in counts] == sizes
+
+
+async def test_one_whose_client_leaves_does_not_mix_up_the_others(process: CountingProcess) -> None:
+    await child_of(process)
+    asked = [asyncio.create_task(process.count(Api.COMPLETIONS, body(prompt=text(n)))) for n in (900, 5, 7)]
+    await asyncio.sleep(0)
+    asked[0].cancel()  # it is in hand
+    asked[1].cancel()  # it waits
+    assert len(await asked[2]) == 7
+    assert len(await process.count(Api.COMPLETIONS, body(prompt=text(9)))) == 9
+
+
+async def test_the_loop_stays_free_while_a_hundred_thousand_tokens_are_counted(
+    process: CountingProcess, config: RouterConfig
+) -> None:
+    """Compared with the same ticker while nothing is counted, and while the loop itself counts."""
+    local = load_counter(config)
+    assert local is not None
+    await child_of(process)
+    loop = asyncio.get_running_loop()
+
+    async def gaps(work: Callable[[], Any], least: int) -> list[float]:
+        done = asyncio.ensure_future(work())
+        seen, last = [], loop.time()
+        while not done.done() or len(seen) < least:
+            await asyncio.sleep(0.01)
+            seen.append(loop.time() - last)
+            last = loop.time()
+        await done
+        return seen
+
+    async def nothing() -> None: ...
+
+    async def by_process() -> None:
+        assert len(await process.count(Api.COMPLETIONS, body(prompt=prompt))) == 100_000
+
+    async def in_loop() -> None:
+        assert local.completion({"prompt": prompt}).count == 100_000
+
+    prompt = text(100_000)
+    for tries_left in (2, 1, 0):  # others may use the machine
+        idle, meanwhile, blocked = (
+            await gaps(nothing, 30),
+            await gaps(by_process, 30),
+            await gaps(in_loop, 30),
+        )
+        if max(meanwhile) < 3 * max(idle) and max(meanwhile) < max(blocked) / 3:
+            break
+        assert tries_left, f"idle {max(idle)}, counting {max(meanwhile)}, in the loop {max(blocked)}"
+    assert median(meanwhile) < 2 * median(idle)
+
+
+async def test_a_process_that_dies_is_replaced_and_its_request_is_left_to_an_engine(
+    process: CountingProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = await child_of(process)
+    asked = asyncio.create_task(process.count(Api.COMPLETIONS, body(prompt=text(300_000))))
+    waits = asyncio.create_task(process.count(Api.COMPLETIONS, body(prompt="the fox")))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        await asked
+    assert len(await waits) == 2, "one that only waited is counted by the next process"
+    assert process.pid not in (None, pid)
+    assert gone(pid)
+    assert "the counting process died" in caplog.text
+
+
+async def test_one_that_dies_again_at_once_is_not_replaced_for_a_while(config: RouterConfig) -> None:
+    now = 1000.0
+    async with CountingProcess(config, limits=Limits(patience=60, lives=60), clock=lambda: now) as process:
+        for _ in range(2):
+            os.kill(await child_of(process), signal.SIGKILL)
+            with suppress(Unavailable):
+                await process.count(Api.COMPLETIONS, body(prompt="the fox"))
+        now += 59
+        with pytest.raises(Unavailable, match="does not stay alive"):
+            await process.count(Api.COMPLETIONS, body(prompt="the fox"))
+        now += 1
+        assert len(await process.count(Api.COMPLETIONS, body(prompt="the fox"))) == 2
+
+
+def fake(script: str) -> tuple[str, ...]:
+    """A child that says it is ready and then runs these lines; frames are read by `frame()`."""
+    start = f"""
+import os, struct, sys, time
+def frame():
+    kind, length = struct.unpack("<BI", sys.stdin.buffer.read(5))
+    return sys.stdin.buffer.read(length)
+def say(data):
+    os.write(1, data)
+frame()
+say({header(Kind.READY, b"")!r})
+"""
+    return sys.executable, "-c", start + script
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "frame(); sys.stdin.buffer.read()",  # hangs
+        "frame(); say(b'nonsense in place of a frame')",
+        "frame(); say(b'\\x11\\xff')",  # half a header
+        "frame(); sys.exit(3)",
+        "sys.exit(0)",
+    ],
+)
+async def test_a_process_that_does_not_answer_costs_one_request_its_patience(
+    script: str, config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(patience=30, longest=2)
+    async with CountingProcess(config, command=fake(script), limits=limits) as process:
+        with pytest.raises(Unavailable):
+            await process.count(Api.COMPLETIONS, body(prompt="a"))
+    assert "counting process" in caplog.text
+
+
+async def test_who_waits_too_long_or_finds_a_full_queue_is_left_to_an_engine(config: RouterConfig) -> None:
+    never = fake("frame(); sys.stdin.buffer.read()")
+    limits = Limits(patience=0.3, longest=30, waiting=2)
+    async with CountingProcess(config, command=never, limits=limits) as process:
+        waiting = [asyncio.create_task(process.count(Api.COMPLETIONS, b"{}")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="2 prompts wait"):
+            await process.count(Api.COMPLETIONS, b"{}")
+        for task in waiting:
+            with pytest.raises(Unavailable, match="no count within"):
+                await task
+
+
+async def test_a_process_that_cannot_load_the_model_leaves_all_to_the_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RouterConfig(decode=("http://127.0.0.1:1",), model_path=str(tmp_path / "nowhere"))
+    async with CountingProcess(config) as process:
+        with pytest.raises(Unavailable):
+            await process.count(Api.COMPLETIONS, body(prompt="a"))
+    assert "the counting process died" in caplog.text
+
+
+async def test_nothing_is_left_at_the_end(config: RouterConfig) -> None:
+    process = CountingProcess(config)
+    async with process:
+        pid = await child_of(process)
+        waits = asyncio.create_task(process.count(Api.COMPLETIONS, body(prompt=text(300_000))))
+        await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="has ended"):
+        await waits
+    with pytest.raises(Unavailable, match="has ended"):
+        await process.count(Api.COMPLETIONS, body(prompt="a"))
+    assert gone(pid)
+
+
+ROUTER = """
+import asyncio, json, sys
+from tandem.config import RouterConfig
+from tandem.router.classify import Api
+from tandem.router.counting_process import CountingProcess
+
+async def main():
+    config = RouterConfig(decode=("http://127.0.0.1:1",), model_path=sys.argv[1])
+    async with CountingProcess(config) as process:
+        await process.count(Api.COMPLETIONS, b'{"prompt": "the fox"}')
+        asyncio.create_task(process.count(Api.COMPLETIONS, json.dumps({"prompt": "a " * 200_000}).encode()))
+        await asyncio.sleep(0)
+        print(process.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_a_router_that_was_killed(model: Path) -> None:
+    command = [sys.executable, "-c", ROUTER, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as router:
+        assert router.stdout is not None
+        child = os.pidfd_open(int(router.stdout.readline()))
+        try:
+            router.kill()
+            assert select.select([child], [], [], 60)[0], "it has ended"
+        finally:
+            os.close(child)
+
+
+def test_signals_to_the_whole_group_are_the_routers_business(config: RouterConfig) -> None:
+    """While the router drains it still counts."""
+
+    async def run() -> None:
+        async with CountingProcess(config, limits=Limits(patience=60)) as process:
+            pid = await child_of(process)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(pid, number)
+            assert await child_of(process) == pid
+
+    asyncio.run(run())

@@ -1,0 +1,311 @@
+"""KV events from the simulator's publisher, over ZMQ, into the index.
+
+In real time: ZMQ has threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tandem.http import Origin
+from tandem.router.engines import Engine, EngineRole
+from tandem.router.kv_events import Subscriber, Subscription
+from tandem.router.strategies import KvIndex, Prompt, Space
+from tandem.sim.blocks import BlockPool, HashChain
+from tandem.sim.events import EventsConfig, Publisher
+
+SIZE = 4
+
+
+class LossyPublisher(Publisher):
+    """Sends nothing of what it publishes while `deaf`, as when a subscriber's queue is full. It can be
+    replayed."""
+
+    deaf = False
+
+    def __init__(self, config: EventsConfig) -> None:
+        super().__init__(config)
+        send = self._publish.send_multipart
+        self._publish.send_multipart = lambda *a: None if self.deaf else send(*a)  # type: ignore[method-assign]
+
+
+@dataclass
+class Cache:
+    """An engine's KV cache, and the publisher of what happens in it."""
+
+    pool: BlockPool
+    publisher: LossyPublisher
+
+    def compute(self, ids: list[int], salt: str | None = None) -> int:
+        """A request comes and goes. Returns the tokens it found cached."""
+        hashes = HashChain(SIZE, salt).extend(ids)
+        hit = self.pool.hit(hashes, len(ids))
+        self.pool.hold(hit)
+        blocks = hit + self.pool.allocate(self.pool.needed(len(ids), len(hit)))
+        self.pool.cache(blocks, hashes, len(hit), len(hashes), ids, salt=salt, lora=None)
+        self.pool.release(blocks)
+        self.publish()
+        return len(hit) * SIZE
+
+    def publish(self) -> None:
+        if events := self.pool.take_events():
+            self.publisher.publish(1.0, events)
+
+
+@asynccontextmanager
+async def cache(
+    folder: Path, *, blocks: int = 100, kept: int = 1000, replay: bool = True
+) -> AsyncIterator[Cache]:
+    config = EventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=f"ipc://{folder}/events",
+        replay_endpoint=f"ipc://{folder}/replay" if replay else None,
+        buffer_steps=kept,
+    )
+    publisher = LossyPublisher(config)
+    replays = asyncio.create_task(publisher.serve_replays())
+    try:
+        yield Cache(BlockPool(blocks, SIZE, events=True), publisher)
+    finally:
+        replays.cancel()
+        await asyncio.gather(replays, return_exceptions=True)
+        publisher.close()
+
+
+def subscription(folder: Path, *, replay: bool = True) -> Subscription:
+    return Subscription(f"ipc://{folder}/events", f"ipc://{folder}/replay" if replay else None)
+
+
+@dataclass
+class Router:
+    index: KvIndex
+    subscriber: Subscriber
+    engine: Engine
+
+    def expects(self, ids: list[int], salt: str | None = None) -> int:
+        prompt = Prompt(len(ids), ids, Space(None, salt))
+        return self.index.match(prompt, [self.engine]).hit(self.engine).tokens
+
+    @property
+    def complete(self) -> bool:
+        return all(rank.complete for rank in self.index.ranks(self.engine))
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    index = KvIndex()
+    subscriber = Subscriber(index, replay_timeout=0.5)
+    yield Router(index, subscriber, Engine("http://e:1", EngineRole.PREFILL, Origin.parse("http://e:1")))
+    subscriber.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def follow(router: Router, folder: Path, engine: Cache, *, replay: bool = True) -> None:
+    """Subscribed, which an event proves that has arrived."""
+    router.subscriber.add(router.engine, subscription(folder, replay=replay))
+    await until(lambda: router.subscriber.idle)
+    number = itertools.count(10_000)
+    while not router.subscriber.batches:
+        engine.compute([next(number)] * SIZE)
+        await asyncio.sleep(0.01)
+
+
+async def caught_up(router: Router, engine: Cache) -> None:
+    """All that the engine has published is in the index."""
+    await until(lambda: router.subscriber.idle and router.subscriber.batches >= engine.publisher._sequence)
+
+
+async def test_what_is_expected_is_what_the_engine_finds(tmp_path: Path, router: Router) -> None:
+    """Growing chats of two salts, more than the cache holds."""
+    rng = random.Random(1)
+    async with cache(tmp_path) as engine:
+        await follow(router, tmp_path, engine)
+        chats: list[list[int]] = [[7] * 10 for _ in range(6)]
+        hits = 0
+        for turn in range(60):
+            which = rng.randrange(len(chats))
+            chats[which] += [rng.randrange(100) for _ in range(rng.randrange(1, 30))]
+            if len(chats[which]) > 200:
+                chats[which] = chats[which][:20]
+            await caught_up(router, engine)
+            salt = "ab"[which % 2]
+            expected = router.expects(chats[which], salt)
+            assert engine.compute(chats[which], salt) == expected, turn
+            hits += expected > 0
+        assert hits > 20
+        assert router.complete
+        assert router.index.dropped == {}
+        await caught_up(router, engine)
+        engine.pool.clear()
+        engine.publish()
+        await until(lambda: router.expects(chats[0], "a") == 0)
+
+
+async def test_a_router_that_starts_late_is_told_all_that_is_kept(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        for i in range(5):
+            engine.compute([i] * 20)
+        router.subscriber.add(router.engine, subscription(tmp_path))
+        await caught_up(router, engine)
+        assert [router.expects([i] * 20) for i in range(5)] == [16] * 5
+        assert router.complete
+        assert router.subscriber.counts == {"replayed": 5}
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_what_was_published_before_and_is_not_kept_is_missed_and_said(
+    tmp_path: Path, router: Router, replay: bool
+) -> None:
+    async with cache(tmp_path, kept=1, replay=replay) as engine:
+        engine.compute([1] * 20)
+        engine.compute([2] * 20)
+        await follow(router, tmp_path, engine, replay=replay)
+        engine.compute([1] * 40)
+        engine.compute([3] * 20)
+        await until(lambda: router.expects([3] * 20) == 16)
+        assert router.expects([1] * 41) == 0
+        assert router.index.dropped == {"orphan": 5}
+        assert not router.complete
+
+
+async def test_a_gap_is_replayed(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        await follow(router, tmp_path, engine)
+        engine.publisher.deaf = True
+        engine.compute([1] * 20)
+        engine.publisher.deaf = False
+        engine.compute([1] * 40)
+        await until(lambda: router.expects([1] * 41) == 40)
+        assert router.complete
+        assert router.subscriber.counts["gap"] == 1
+        assert router.subscriber.counts["lost"] == 0
+
+
+async def test_without_a_replay_a_gap_voids_what_was_known(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path, replay=False) as engine:
+        await follow(router, tmp_path, engine, replay=False)
+        engine.compute([1] * 20)
+        await until(lambda: router.expects([1] * 20) == 16)
+        engine.publisher.deaf = True
+        engine.compute([2] * 20)
+        engine.publisher.deaf = False
+        engine.compute([3] * 20)
+        await until(lambda: router.expects([3] * 20) == 16)
+        assert router.expects([1] * 20) == 0
+        assert not router.complete
+        assert router.subscriber.counts["lost"] == 1
+
+
+async def test_a_restarted_engine_begins_with_an_empty_cache(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        await follow(router, tmp_path, engine)
+        engine.compute([1] * 20)
+        await until(lambda: router.expects([1] * 20) == 16)
+    async with cache(tmp_path) as engine:
+        while router.expects([2] * 20) == 0:
+            engine.compute([2] * 20)
+            engine.pool.clear()
+            engine.compute([2] * 20)
+            await asyncio.sleep(0.02)
+        assert router.expects([1] * 20) == 0
+        assert router.complete
+
+
+async def test_a_router_that_knows_of_a_restart_asks_again(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        await follow(router, tmp_path, engine)
+        engine.compute([1] * 20)
+        await until(lambda: router.expects([1] * 20) == 16)
+        router.subscriber.restarted(router.engine)
+        await until(lambda: router.subscriber.counts["replayed"] >= 2 and router.subscriber.idle)
+        assert router.expects([1] * 20) == 16
+        assert router.subscriber.counts["restart"] == 1
+
+
+async def test_a_publisher_that_answers_no_replay_is_followed_all_the_same(
+    tmp_path: Path, router: Router
+) -> None:
+    async with cache(tmp_path, replay=False) as engine:
+        engine.compute([1] * 20)
+        router.subscriber.add(router.engine, subscription(tmp_path))
+        number = itertools.count()
+        while not router.index.count:
+            engine.compute([next(number)] * 20)
+            await asyncio.sleep(0.02)
+        assert not router.complete
+
+
+async def test_a_batch_that_cannot_be_read_is_passed_over(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        await follow(router, tmp_path, engine)
+
+        class Odd:
+            def as_event(self) -> dict[str, str]:
+                return {"type": "BlockSplit"}
+
+        engine.publisher.publish(1.0, [Odd()])  # type: ignore[list-item]
+        engine.compute([1] * 20)
+        await until(lambda: router.expects([1] * 20) == 16)
+        assert router.subscriber.unread == 1
+
+
+async def test_the_loop_turns_between_pieces_of_work(tmp_path: Path) -> None:
+    """By a clock on which each piece takes longer than a slice."""
+    index, ticks = KvIndex(), itertools.count()
+    subscriber = Subscriber(index, clock=lambda: float(next(ticks)))
+    router = Router(index, subscriber, Engine("http://e:1", EngineRole.PREFILL, Origin.parse("http://e:1")))
+    blocks = 10_000
+    async with cache(tmp_path, blocks=blocks + 100) as engine:
+        engine.compute(list(range(blocks * SIZE)))
+        subscriber.add(router.engine, subscription(tmp_path))
+        seen = []
+        while not seen or seen[-1] < blocks:
+            seen.append(index.count)
+            await asyncio.sleep(0)
+        steps = [b - a for a, b in itertools.pairwise(seen)]
+        assert max(steps) <= 256
+    subscriber.close()
+
+
+async def test_an_engine_that_left_is_followed_no_more(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        await follow(router, tmp_path, engine)
+        engine.compute([1] * 20)
+        await until(lambda: router.expects([1] * 20) == 16)
+        router.subscriber.restarted(router.engine)  # so that a replay is wanted
+        router.subscriber.remove(router.engine)
+        await asyncio.sleep(0)
+        assert router.expects([1] * 20) == 0
+        assert not router.index.ranks(router.engine)
+        await until(lambda: not router.index.tidy(100))
+        assert router.index.count == 0
+
+
+async def test_an_endpoint_that_cannot_be_is_refused(router: Router) -> None:
+    with pytest.raises(zmq.ZMQError):
+        router.subscriber.add(router.engine, Subscription("no endpoint"))
+    with pytest.raises(ValueError, match="has no port"):
+        router.subscriber.add(router.engine, Subscription("ipc:///tmp/x", ranks=2))
+    await asyncio.sleep(0)
+    assert router.subscriber.idle
+    assert not router.index.ranks(router.engine)
+
+
+def test_ranks_have_ports_of_their_own() -> None:
+    subscription = Subscription("tcp://10.0.0.7:5557", "tcp://10.0.0.7:6000", ranks=3)
+    assert subscription.of(0) == ("tcp://10.0.0.7:5557", "tcp://10.0.0.7:6000")
+    assert subscription.of(2) == ("tcp://10.0.0.7:5559", "tcp://10.0.0.7:6002")
+    assert Subscription("tcp://[::1]:5557").of(1) == ("tcp://[::1]:5558", None)
