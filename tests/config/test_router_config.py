@@ -41,7 +41,8 @@ def lmcache(draw: st.DrawFn, decoders: int) -> dict[str, Any]:
         "lmcache_notify": draw(st.sampled_from(["0.0.0.0:7500", "[::]:0", "127.0.0.1:65535"])),
         "lmcache_chunk_size": draw(st.integers(1, 1_000_000)),
         "lmcache_buffer_chunks": draw(st.integers(1, 2**31 - 1)),
-        "lmcache_ranks": draw(st.integers(1, 4096)),
+        "lmcache_ranks": draw(st.integers(1, ranks)),
+        "lmcache_step_tokens": draw(st.none() | st.integers(1, 2**31 - 1)),
         "notification_timeout": draw(seconds(0.1, 600)),
     }
 
@@ -56,6 +57,9 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         decode=tuple(urls[:decoders]),
         prefill=tuple(urls[decoders:]),
         routing_threshold=draw(st.integers(0, 2**31 - 1)),
+        routing_strategy=draw(st.sampled_from(STRATEGIES)),
+        session_header=draw(st.sampled_from(["x-session-id", "X-Conversation"])),
+        kv_block_size=draw(st.integers(1, 65_536)),
         model_path=draw(st.none() | TEXT),
         tokenizer=draw(st.none() | TEXT),
         chat_template=draw(st.none() | TEXT),
@@ -67,6 +71,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         connect_timeout=draw(seconds(0.05, 600)),
         prefill_timeout=draw(seconds(0.1, 86_400)),
         first_token_timeout=draw(seconds(0.1, 86_400)),
+        answer_timeout=draw(seconds(0, 86_400)),
         stream_idle_timeout=draw(seconds(0.1, 86_400)),
         seconds_per_1000_tokens=draw(seconds(0, 3600)),
         max_attempts=draw(st.integers(1, 16)),
@@ -86,6 +91,24 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         explain=draw(st.booleans()),
         log_level=draw(st.sampled_from(["debug", "info", "warning", "error"])),
     )
+
+
+def test_every_rank_of_a_prefill_engine_has_a_port_to_write_to() -> None:
+    """One without would die at its first prompt."""
+    with pytest.raises(ValueError, match="ports for 1 ranks, and prefill engines have 4"):
+        RouterConfig(
+            decode=("http://d:1",),
+            connector="lmcache",
+            lmcache_receivers=("7300:7400",),
+            lmcache_buffer_chunks=8,
+            lmcache_ranks=4,
+        )
+
+
+@pytest.mark.parametrize("name", ["", "x session", "x:y", "ä"])
+def test_a_session_header_is_a_header(name: str) -> None:
+    with pytest.raises(SystemExit):
+        read(["--decode", "http://d:1", "--session-header", name])
 
 
 def read(argv: list[str]) -> RouterConfig:
@@ -124,6 +147,7 @@ def test_the_documented_command_line_is_read() -> None:
         prefill=("http://p:1", "http://p:2"),
         decode=("http://d:1", "http://d:2"),
         routing_threshold=1024,
+        routing_strategy="roundrobin",
         model_path="/m",
         tokenizer="/t",
         served_model_name=("a", "b"),
@@ -139,7 +163,7 @@ def test_the_documented_command_line_is_read() -> None:
         ("--routing-threshold 1.5", "'1.5' is not a whole number"),
         ("--connect-timeout nan", "nan is outside"),
         ("--connect-timeout soon", "'soon' is not a number"),
-        ("--routing-strategy random", "'random' is not one of roundrobin"),
+        ("--routing-strategy random", "'random' is not one of prefixaware, session, roundrobin"),
         ("--connector mooncake", "'mooncake' is not one of nixl, lmcache"),
         ("--drain-delay 601", "601 is outside 0 … 600"),
         ("--max-attempts 0", "0 is outside 1 … 16"),

@@ -273,6 +273,7 @@ COMPLAINTS: tuple[Complaint, ...] = (
         "LMCache #636",
         "one prefiller and one decoder only",
         "engines/test_lifetime.py::test_two_prefillers_and_two_decoders_share_the_work",
+        "sim/test_fault_matrix.py::test_a_fault_comes_to_what_the_policy_says",
         "sim/test_soak.py::test_requests_in_trouble_end_and_leave_nothing",
     ),
     _c(

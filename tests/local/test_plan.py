@@ -101,12 +101,27 @@ def test_a_colocated_endpoint_is_refused_by_the_field(model: Path, machine: Mach
 
 
 def test_a_strategy_that_is_not_there_is_noted_where_it_would_matter(model: Path, machine: Machine) -> None:
-    note = "spec.intelligentRoutingSpec.routingStrategy: prefixaware is not there yet; roundrobin is used"
-    two = planned(S3, machine, model=model)
+    note = "spec.intelligentRoutingSpec.routingStrategy: kvaware is not there yet; prefixaware is used"
+    asked = S3.replace("prefixaware", "kvaware")
+    two = planned(asked, machine, model=model)
     assert note in two.notes
-    assert two.router.routing_strategy == "roundrobin"
-    assert note not in planned(S3.replace("replicas: 2", "replicas: 1"), machine, model=model).notes
-    assert note not in planned(S3.replace("prefixaware", "roundrobin"), machine, model=model).notes
+    assert two.router.routing_strategy == "prefixaware"
+    assert note not in planned(asked.replace("replicas: 2", "replicas: 1"), machine, model=model).notes
+
+
+@pytest.mark.parametrize("strategy", ["prefixaware", "session", "roundrobin"])
+def test_the_strategy_of_the_resource_reaches_the_router(
+    model: Path, machine: Machine, strategy: str
+) -> None:
+    plan = planned(S3.replace("prefixaware", strategy), machine, model=model)
+    assert plan.router.routing_strategy == strategy
+    assert not any("routingStrategy" in note for note in plan.notes)
+
+
+def test_the_router_knows_the_size_of_the_prefillers_blocks(model: Path, machine: Machine) -> None:
+    assert planned(S3, machine, model=model).router.kv_block_size == 128, "vLLM's default on a CPU"
+    sized = S3.replace('args: ["--model"', 'args: ["--block-size", "32", "--model"', 1)
+    assert planned(sized, machine, model=model).router.kv_block_size == 32
 
 
 def test_the_engines_template_settings_reach_the_router(model: Path, machine: Machine) -> None:

@@ -124,7 +124,15 @@ async def start() -> AsyncIterator[Start]:
                 port=0,
                 prefill=tuple(e.url for e in prefillers),
                 decode=tuple(e.url for e in decoders),
-                **{"routing_threshold": 20, "drain_timeout": 1.0, **options},
+                # What an answer that is not streamed may take beyond its deadline has tests of its own.
+                # Engines in turn, so that tests know whose turn it is.
+                **{
+                    "routing_threshold": 20,
+                    "routing_strategy": "roundrobin",
+                    "drain_timeout": 1.0,
+                    "answer_timeout": 0.0,
+                    **options,
+                },
             )
             server, app = await stack.enter_async_context(running(config, local, waiting_interval=0.01))
             client = await stack.enter_async_context(

@@ -11,7 +11,19 @@ from tandem.http import Responder
 from tandem.router.engines import EngineRole
 
 from .conftest import CHAT, LONG, SHORT, Start
-from .fakes import JSON, FakeEngine, OnGenerate, Seen, broken, eventually, hang, local_counter, reads_kv
+from .fakes import (
+    JSON,
+    FakeEngine,
+    OnGenerate,
+    Seen,
+    broken,
+    chunk,
+    eventually,
+    hang,
+    local_counter,
+    reads_kv,
+    streams,
+)
 
 
 def cannot_read(engine: FakeEngine, seen: Seen, responder: Responder) -> Any:
@@ -134,7 +146,7 @@ async def test_where_decoders_may_compute_no_more_the_prefillers_rejection_is_th
     assert await endpoint.outcomes() == {("decode_only", "prefill_rejected", "rejected"): 1}
 
 
-@pytest.mark.parametrize("status", [401, 429, 500, 503])
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
 async def test_a_prefiller_that_only_cannot_now_is_not_the_clients_fault(start: Start, status: int) -> None:
     endpoint = await start(max_fallbacks=0)
     endpoint.prefill[0].on_generate = broken(status)
@@ -178,6 +190,16 @@ async def test_a_long_prompt_on_a_decoder_makes_room_for_the_next_however_it_end
             status = (await first).status_code
             assert status == {"success": 200, "rejection": 400, "failure": 500}[ends]
         decoder.on_generate = None
+        assert (await endpoint.post(LONG)).status_code == 200
+
+
+async def test_a_long_prompt_makes_room_for_the_next_once_it_is_computed(start: Start) -> None:
+    endpoint = await start(max_fallbacks=1)
+    endpoint.prefill[0].on_generate = broken(500)
+    endpoint.decode[0].on_generate = streams(chunk("a"), then_hangs=True)
+    async with endpoint.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
+        assert await anext(first.aiter_bytes()) == chunk("a")
+        endpoint.decode[0].on_generate = None
         assert (await endpoint.post(LONG)).status_code == 200
 
 

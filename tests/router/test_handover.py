@@ -129,9 +129,8 @@ async def test_without_a_notification_another_prefiller_is_tried_under_another_t
     assert await pd.endpoint.outcomes() == {("disaggregated", "threshold", "ok"): 1}
 
 
-async def test_a_prefiller_that_writes_after_everybody_has_given_up_leaves_nothing_behind(
-    lab: StartLab,
-) -> None:
+async def test_room_that_a_silent_prefiller_may_still_write_into_is_nobody_elses(lab: StartLab) -> None:
+    """Chunks that were freed meanwhile could be another request's, and be written over."""
     pd = await lab(
         pace=replace(PACE, late=60.0),
         prefill_timeout=0.1,
@@ -140,12 +139,12 @@ async def test_a_prefiller_that_writes_after_everybody_has_given_up_leaves_nothi
     )
     pd.prefiller.on_generate = hang
     assert await text_of(pd, LONG, False) == RIGHT
-    await until(lambda: len(pd.decoder.releases) == 1 and pd.reserved == 0)
     assert await pd.endpoint.failures() == {("prefill", "head_timeout"): 1}
+    assert (pd.decoder.releases, pd.reserved) == ([], 1)
     pd.prefiller.write(pd.prefiller.requests[0])
     assert pd.decoder.used == 1
     await pd.idle()
-    assert len(pd.decoder.releases) == 2
+    assert len(pd.decoder.releases) == 1
 
 
 async def test_a_late_notification_disturbs_nobody(lab: StartLab) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.http import Responder
 
-from .conftest import CHAT, LONG, StartLab
+from .conftest import CHAT, LONG, PACE, StartLab
 from .fakes import FakeEngine, OnGenerate, Seen, broken, chunk, hang, streams
 from .lmcache_fakes import Hold, Lab, notification, prompt, tag_of, until
 
@@ -254,6 +254,26 @@ async def test_a_release_that_fails_is_repeated_until_it_works(lab: StartLab) ->
     await pd.idle()
     assert len(pd.decoder.releases) == 4
     assert len({tag_of(s.body) for s in pd.decoder.releases}) == 1
+
+
+@pytest.mark.parametrize(("prefill_fails", "kept"), [(True, 0), (False, 1)])
+async def test_a_decoder_that_refuses_to_release_is_not_asked_for_ever(
+    lab: StartLab, prefill_fails: bool, kept: int
+) -> None:
+    """What was written stays there, and its room reserved; a prefill leg that failed too wrote nothing."""
+    pd = await lab()
+    pd.decoder.on_generate = broken(500)
+    if prefill_fails:
+        pd.prefiller.on_generate = broken(500)
+    assert (await pd.endpoint.post(LONG)).status_code >= 500
+    await until(lambda: len(pd.decoder.releases) == PACE.refusals)
+    await until(lambda: pd.reserved == kept)
+    if kept:
+        await pd.handovers.aclose()
+        pd.explained = True  # its chunks lie in the decoder's buffer
+    else:
+        await pd.idle()
+    assert len(pd.decoder.releases) == PACE.refusals
 
 
 def fails_times(times: int) -> Callable[[FakeEngine, Seen, Responder], Any]:

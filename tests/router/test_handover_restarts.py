@@ -197,14 +197,14 @@ async def test_a_router_that_ends_does_not_wait_for_what_cannot_be_cleaned_up(
 async def test_a_router_that_ends_does_not_wait_for_notifications_that_are_late(
     lab: StartLab, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pd = await lab(pace=replace(PACE, late=3600.0, shutdown=3600.0), notification_timeout=0.1)
+    pd = await lab(pace=replace(PACE, late=3600.0), notification_timeout=0.1)
     pd.prefiller.silent_ranks = 1
     assert await text_of(pd, LONG, False) == RIGHT
-    await until(lambda: pd.handovers.cleaning_up == 0)
-    assert pd.notifications.expected == 1
+    assert (pd.handovers.cleaning_up, pd.notifications.expected) == (1, 1)
     await pd.handovers.aclose()
-    await pd.idle()
-    assert "not cleaned up" not in caplog.text
+    assert (pd.handovers.cleaning_up, pd.notifications.expected) == (0, 0)
+    assert "1 hand-offs are not cleaned up" in caplog.text
+    pd.explained = True  # its chunks lie in the decoder's buffer
 
 
 async def test_a_router_ends_with_requests_at_work_in_every_phase(lab: StartLab) -> None:

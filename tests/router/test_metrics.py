@@ -10,7 +10,7 @@ import pytest
 
 from tandem.http import Responder
 from tandem.router.engines import Engine
-from tandem.router.strategies import STRATEGIES, Prompt
+from tandem.router.strategies import STRATEGIES, Choice, Prompt, RoundRobin
 
 from .conftest import CHAT, LONG, SHORT, Start
 from .fakes import DONE, ROLE, SSE, FakeEngine, OnGenerate, Seen, broken, chunk, eventually, hang, reads_kv
@@ -186,11 +186,11 @@ async def test_an_engines_status_tells_how_a_request_ended(start: Start, status:
 async def test_a_failure_that_nobody_foresaw_is_a_failure(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
-        def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Engine:
+    class Broken(RoundRobin):
+        def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Choice:
             raise KeyError("a mistake of ours")
 
-    monkeypatch.setitem(STRATEGIES, "roundrobin", Broken)
+    monkeypatch.setitem(STRATEGIES, "roundrobin", lambda config: Broken())
     endpoint = await start()
     answer = await endpoint.post(LONG)
     assert answer.status_code == 500

@@ -123,7 +123,8 @@ def test_what_is_held_before_the_second_event_is_bounded(size: int, places: list
     [
         (b'{"choices":[{"finish_reason":"length"}]}', None),
         (b'{"choices":[{"finish_reason":null},{}],"usage":{}}', None),
-        (b'{"choices":[],"error":null}', None),
+        (b'{"choices":[],"error":null}', "no choice"),
+        (b"{}", "no choice"),
         (b'{"choices":[{"text":"an error, abort"}]}', None),
         (b'{"choices":[{"finish_reason":"stop"},{"finish_reason":"abort"}]}', "finish_reason abort"),
         (b'{"choices":[{"finish_reason":"error"}]}', "finish_reason error"),

@@ -104,6 +104,7 @@ NOTHING_YET = {
     "split error": [ERROR[:HALF], ERROR[HALF:]],
     "nothing": [],
     "only [DONE] is missing": [b": keep-alive\n\n"],
+    "aborted": [ABORTED, DONE],
 }
 IN_A_CHAT = {
     "error": [ERROR],

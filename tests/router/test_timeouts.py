@@ -94,6 +94,18 @@ async def test_first_token_timeout_limits_the_wait_for_an_answer_to_begin(start:
     await eventually(lambda: cancelled(endpoint.decode[0]))
 
 
+async def test_answer_timeout_is_what_an_answer_that_comes_whole_may_take_beyond_that(start: Start) -> None:
+    endpoint = await start(first_token_timeout=SOON, answer_timeout=LATE)
+
+    async def takes_its_time(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        await asyncio.sleep(5 * SOON)
+        return False
+
+    endpoint.decode[0].on_generate = takes_its_time
+    assert (await endpoint.post(SHORT)).status_code == 200
+    assert await endpoint.failures() == {}
+
+
 @pytest.mark.parametrize("pieces", [[], [b": ping\n\n"], [ROLE]], ids=["head", "comment", "role"])
 async def test_first_token_timeout_holds_for_a_stream_that_is_silent_behind_its_head(
     start: Start, pieces: list[bytes]

@@ -77,6 +77,7 @@ def router_config(connector: Connector, urls: Sequence[str], count: int, **more:
         "stream_idle_timeout": matrix.IDLE,
         "notification_timeout": matrix.NOTIFICATION,
         "seconds_per_1000_tokens": 0.0,
+        "answer_timeout": 0.0,
         "max_attempts": matrix.MAX_ATTEMPTS,
         # Each cell is to see the engines as the one before it did, and to have its retries.
         "suspect_after": 10_000,

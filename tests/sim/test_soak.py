@@ -134,6 +134,7 @@ async def soak(requests: int, seed: int) -> Counter[str]:
             routing_threshold=50,
             prefill_timeout=20.0,
             first_token_timeout=20.0,
+            answer_timeout=0.0,
             stream_idle_timeout=20.0,
             max_fallbacks=20,
             log_level="error",

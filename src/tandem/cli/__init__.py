@@ -14,6 +14,7 @@ COMMANDS = {
     "up": "run an endpoint on this machine",
     "router": "run the router alone",
     "sim": "run simulated vLLM engines",
+    "calibrate": "measure a vLLM engine, for simulated ones that take as long",
 }
 
 OK, FAILURE, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-STRATEGIES = ("roundrobin",)
+STRATEGIES = ("prefixaware", "session", "roundrobin")
 CONNECTORS = ("nixl", "lmcache")
 
 
@@ -69,6 +70,11 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _header_name(text: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9-]+", text):
+        raise ValueError(f"{text!r} is not the name of a header, as in x-session-id")
 
 
 def _listen_address(text: str) -> None:
@@ -127,7 +133,17 @@ class RouterConfig:
         "prompt tokens from which a request is disaggregated; 0 = always", _between(0, 2**31 - 1, int), 4096
     )
     routing_strategy: str = _option(
-        f"how the prefiller is chosen: {', '.join(STRATEGIES)}", _one_of(STRATEGIES), "roundrobin"
+        f"how the prefiller is chosen: {', '.join(STRATEGIES)}", _one_of(STRATEGIES), "prefixaware"
+    )
+    session_header: str = _option(
+        "request header whose value names a session, for the strategy session",
+        _checked(_header_name),
+        "x-session-id",
+    )
+    kv_block_size: int = _option(
+        "tokens of the engines' KV blocks (their --block-size), for the strategy prefixaware",
+        _between(1, 65_536, int),
+        16,
     )
     connector: str = _option(
         f"KV connector of the engines: {', '.join(CONNECTORS)}", _one_of(CONNECTORS), "nixl"
@@ -176,6 +192,11 @@ class RouterConfig:
         "longest wait for the decode leg's first token, in seconds; --seconds-per-1000-tokens adds to it",
         _between(0.1, 86_400, float),
         60.0,
+    )
+    answer_timeout: float = _option(
+        "what an answer that is not streamed may take beyond that, in seconds: it comes whole at its end",
+        _between(0, 86_400, float),
+        600.0,
     )
     seconds_per_1000_tokens: float = _option(
         "what every thousand prompt tokens that an engine has to compute first add to those two time-outs: "
@@ -250,6 +271,12 @@ class RouterConfig:
         _between(1, 4096, int),
         1,
     )
+    lmcache_step_tokens: int | None = _option(
+        "tokens that a prefill engine computes in one step (its --max-num-batched-tokens); longer prompts, "
+        "which are notified before they are whole, go to a decoder alone. Default: prompts take one step",
+        _between(1, 2**31 - 1, int),
+        None,
+    )
     notification_timeout: float = _option(
         "longest wait for notifications after the prefill leg's answer, in seconds",
         _between(0.1, 600, float),
@@ -285,6 +312,12 @@ class RouterConfig:
         if self.lmcache_buffer_chunks is None:
             raise ValueError("--lmcache-buffer-chunks: is needed with --connector lmcache")
         given = [receiver_ports(text) for text in self.lmcache_receivers]
+        for text, ports in zip(self.lmcache_receivers, given, strict=True):
+            if len(ports.init) < self.lmcache_ranks:
+                raise ValueError(
+                    f"--lmcache-receivers: {text!r} has ports for {len(ports.init)} ranks, and prefill "
+                    f"engines have {self.lmcache_ranks} (--lmcache-ranks): each writes to a port of its own"
+                )
         for_all = len(given) == 1 and given[0].host is None
         if not for_all and len(given) != len(self.decode):
             raise ValueError(
@@ -319,7 +352,9 @@ def _metavar(f: Field[Any]) -> str:
         "max_model_len": "N",
         "max_concurrent_requests": "N",
         "lmcache_buffer_chunks": "N",
+        "lmcache_step_tokens": "N",
         "lmcache_receivers": "[HOST:]INIT:ALLOC",
+        "session_header": "NAME",
         "lmcache_notify": "HOST:PORT",
     }.get(f.name, "N" if isinstance(f.default, int) else "NAME")
 

@@ -13,7 +13,14 @@ from tandem.engine.kv_transfer import (
 )
 from tandem.engine.launch import EngineLaunch, EnginePlan, EnginePorts, plan
 from tandem.engine.machine import Core, CoreShares, Machine, share_cores, share_gpus
-from tandem.engine.roles import engine_count, max_model_len, model_argument, role_args, served_model_name
+from tandem.engine.roles import (
+    engine_count,
+    int_flag,
+    max_model_len,
+    model_argument,
+    role_args,
+    served_model_name,
+)
 
 __all__ = [
     "KV_LEASE_SECONDS",
@@ -33,6 +40,7 @@ __all__ = [
     "flag_value",
     "flag_values",
     "has_flag",
+    "int_flag",
     "int_value",
     "kv_transfer_config",
     "max_model_len",

@@ -17,6 +17,7 @@ from tandem.engine import (
     Machine,
     engine_count,
     flag_value,
+    int_flag,
     max_model_len,
     role_args,
     served_model_name,
@@ -152,6 +153,7 @@ def make_plan(
         decode=tuple(e.url for e in engines.engines if e.role is Role.DECODE),
         routing_threshold=spec.pd_spec.routing_threshold,
         routing_strategy=strategy,
+        kv_block_size=_block_size(endpoint, machine),
         model_path=str(folder) if countable else None,
         tokenizer=tokenizer if countable else None,
         chat_template=flag_value(args, "--chat-template"),
@@ -177,6 +179,12 @@ def make_plan(
     )
 
 
+def _block_size(endpoint: Endpoint, machine: Machine) -> int:
+    """Tokens of a prefill engine's KV blocks: its flag's, else vLLM's default."""
+    given = int_flag(role_args(endpoint, Role.PREFILL), "--block-size")
+    return given or (128 if machine.accelerator == "cpu" else 16)
+
+
 def _strategy(endpoint: Endpoint) -> tuple[str, list[str]]:
     """The routing strategy that the router has, and a note where the resource asks for another."""
     routing = endpoint.spec.intelligent_routing_spec
@@ -186,6 +194,6 @@ def _strategy(endpoint: Endpoint) -> tuple[str, list[str]]:
     pd = endpoint.spec.pd_spec
     if pd is not None and pd.prefill_spec.replicas == 1:
         return "roundrobin", []  # with one prefiller every strategy chooses the same
-    return "roundrobin", [
-        f"spec.intelligentRoutingSpec.routingStrategy: {wanted} is not there yet; roundrobin is used"
+    return "prefixaware", [
+        f"spec.intelligentRoutingSpec.routingStrategy: {wanted} is not there yet; prefixaware is used"
     ]

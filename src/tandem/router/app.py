@@ -122,7 +122,7 @@ async def running(
     )
     gate = Gate(config, fleet)
     metrics = Metrics(fleet, gate, budgets, line, handovers)
-    strategy = STRATEGIES[config.routing_strategy]()
+    strategy = STRATEGIES[config.routing_strategy](config)
     flow = Flow(config, fleet, legs, counter, strategy, gate, handovers, budgets, line, metrics)
     app = App(fleet, flow, metrics)
     source = discovery or StaticDiscovery(config.prefill, config.decode)
@@ -176,6 +176,7 @@ def _connector(config: RouterConfig) -> Connector:
         chunk_size=config.lmcache_chunk_size,
         buffer_chunks=config.lmcache_buffer_chunks,
         ranks=config.lmcache_ranks,
+        longest=config.lmcache_step_tokens,
     )
 
 

@@ -110,6 +110,7 @@ class Prober:
         """Visit an engine for ever: soon again while it starts, ever later while its canaries fail
         (a failed canary may hold KV blocks on the prefiller until their lease ends)."""
         pause = self._waiting_interval
+        silences = 0
         while True:
             engine.alarm.clear()
             if engine.state is State.SUSPECT:
@@ -117,8 +118,12 @@ class Prober:
             try:
                 await self._visit(engine)
                 pause = self._waiting_interval
+                silences = 0
             except LegFailed as failure:
-                if engine.state is State.WAITING or self._is_gone(engine, failure):
+                silences = silences + 1 if failure.reason in _SILENCE else 0
+                # A suspect engine that is silent twice, with no request that worked in between, hangs.
+                hangs = engine.state is State.SUSPECT and silences > 1
+                if engine.state is State.WAITING or hangs or self._is_gone(engine, failure):
                     self._lose(engine, str(failure))
                 pause = (
                     self._waiting_interval if failure.unreachable else min(2 * pause, self._ready_interval)
@@ -197,7 +202,7 @@ class Prober:
         if self._clock() - last >= _RELAPSE:
             self._cleared.pop(engine, None)
             return 0.0
-        return min((1 << times) - 1, _LONGEST_HOLD)
+        return min((1 << min(times, 5)) - 1, _LONGEST_HOLD)
 
     def _clear(self, engine: Engine) -> None:
         times, _ = self._cleared.get(engine, (0, 0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tandem.config import RouterConfig
@@ -26,15 +26,20 @@ class Decoding:
         self._metrics = metrics
         self._clock = clock
 
-    async def run(self, job: Job, decoder: Engine, handover: Handover | None) -> str:
+    async def run(
+        self, job: Job, decoder: Engine, handover: Handover | None, on_first: Callable[[], None]
+    ) -> str:
         """Have a decoder answer the client. Returns how the request ended.
 
-        Raises LegFailed: as long as the client has received nothing, another leg may be tried.
+        `on_first` is called when a stream's first token shows that the prompt is computed. Raises LegFailed:
+        as long as the client has received nothing, another leg may be tried.
         """
         body = handover.decode_body() if handover is not None else job.body.edited({})
         computes = job.tokens if handover is None else 0
         with decoder.busy(computes) as computed:
             patience = self._config.patience(self._config.first_token_timeout, decoder.pending_tokens)
+            if not job.body.get("stream"):
+                patience += self._config.answer_timeout  # its head comes with its end
             sent = self._clock()
             async with self._legs.open(
                 decoder,
@@ -46,27 +51,30 @@ class Decoding:
                 # A leg that carries a hand-off may reach an engine once only.
                 resend=handover is None,
             ) as response:
-                leg = _Leg(job, decoder, handover, computed, sent, patience)
+                leg = _Leg(job, decoder, handover, sent, patience)
                 headers = to_client(response.headers, job.id) + self._explanation(job, decoder)
                 if response.status == 200 and _is_event_stream(response.header(b"content-type")):
-                    return await self._relay(leg, response, headers)
+                    return await self._relay(leg, response, headers, (computed, on_first))
                 reply = Reply(response.status, headers, await response.read(MAX_REPLY_BYTES))
-        if reply.status >= 500:
+        if not (reply.status == 200 or 400 <= reply.status < 500):
             raise LegFailed(decoder, "status", f"{decoder.url} answered HTTP {reply.status}", reply)
         if reply.status == 200 and (wrong := what_is_wrong(reply.body)) is not None:
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
         if reply.status == 200 and handover is not None:
             handover.taken()
         job.responder.send(reply.status, reply.headers, reply.body)
-        return "ok" if reply.status < 400 else "rejected"
+        return "ok" if reply.status == 200 else "rejected"
 
-    async def _relay(self, leg: _Leg, response: Response, headers: Headers) -> str:
+    async def _relay(
+        self, leg: _Leg, response: Response, headers: Headers, on_computed: Iterable[Callable[[], None]]
+    ) -> str:
         job, decoder = leg.job, leg.decoder
         ttft = self._metrics.ttft.labels(job.path)
 
         def on_first(now: float) -> None:
             response.idle_timeout = self._config.stream_idle_timeout
-            leg.computed()
+            for tell in on_computed:
+                tell()
             ttft.observe(now - job.arrived)
             if leg.handover is not None:
                 leg.handover.taken()
@@ -86,7 +94,7 @@ class Decoding:
         relay.end()
         scan = relay.scan
         if not job.responder.started:
-            said = scan.error or "no answer"
+            said = scan.error or scan.finish_reason or "no answer"
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
         if scan.done and scan.error is None and scan.finish_reason is None:
             job.responder.finish()
@@ -109,6 +117,7 @@ class Decoding:
             "threshold": self._config.routing_threshold,
             "prefill-url": job.prefiller.url if job.prefiller is not None else None,
             "prefill-ms": f"{job.prefill_seconds * 1000:.1f}" if job.prefill_seconds is not None else None,
+            "prefill-expected-hit": job.expected_hit if job.prefiller is not None else None,
             "decode-url": decoder.url,
         }
         return [(f"x-tandem-{k}".encode(), str(v).encode()) for k, v in told.items() if v is not None]
@@ -121,7 +130,6 @@ class _Leg:
     job: Job
     decoder: Engine
     handover: Handover | None
-    computed: Callable[[], None]
     sent: float
     patience: float
     """Longest wait for the first token, in seconds."""

@@ -88,7 +88,12 @@ class Fleet:
         self._proved: set[tuple[Engine, Engine]] = set()
         self._met: dict[tuple[Engine, Engine], tuple[int, int]] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._mourners: list[Callable[[Engine], None]] = []
         self._changed()
+
+    def on_loss(self, listener: Callable[[Engine], None]) -> None:
+        """Call a function with every engine that is lost or removed: its cache may be, too."""
+        self._mourners.append(listener)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call a function after every change of which engines are in use."""
@@ -108,6 +113,8 @@ class Fleet:
         engine.state, engine.why, engine.failures = State.WAITING, why, 0
         engine.losses += 1
         self._proved = {pair for pair in self._proved if engine not in pair}
+        for listener in self._mourners:
+            listener(engine)
         self._changed()
 
     def failed(self, engine: Engine) -> None:
@@ -179,6 +186,8 @@ class Fleet:
         self.models = list(cards.values())
         """The model cards of /v1/models, each id once."""
         self.model_ids = frozenset(cards)
+        self.adapters = frozenset(name for name, card in cards.items() if card.get("parent"))
+        """The models among them that are LoRA adapters of another."""
         lengths = [m["max_model_len"] for m in self.models if isinstance(m.get("max_model_len"), int)]
         self.max_model_len: int | None = max(lengths, default=None)
         """The longest context that a decoder has, in tokens."""

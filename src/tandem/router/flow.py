@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from tandem.config import RouterConfig
 from tandem.http import Request, Responder
@@ -35,13 +36,10 @@ from tandem.router.legs import LegFailed, Legs
 from tandem.router.metrics import Metrics
 from tandem.router.plausible import is_plausible
 from tandem.router.retries import RetryBudget
-from tandem.router.strategies import LeastLoaded, Strategy
+from tandem.router.strategies import LeastLoaded, Space, Strategy
 from tandem.router.waiting import Line, LineFull, WaitedTooLong
 
 logger = logging.getLogger("tandem.router")
-
-# Statuses by which an engine says that the request itself is at fault.
-_REJECTIONS = (400, 404, 413, 422)
 
 
 @dataclass(slots=True)
@@ -83,6 +81,9 @@ class Flow:
         self._gate = gate
         self._retries = RetryBudget(config.retry_ratio, clock)
         self._decoding = Decoding(config, legs, metrics, clock)
+        self._counts_all = handovers.connector.counts or strategy.reads_prompts
+        self._session_header = config.session_header.lower().encode()
+        fleet.on_loss(strategy.gone)
         self._served = frozenset(config.served_model_name)
         self._fallbacks = 0
         self._fallback_tokens = 0
@@ -160,8 +161,9 @@ class Flow:
             job.reason = decode_only
             logger.info("Conditional routing: reason=%s, disaggregate=False", job.reason)
             return
-        if threshold > 0 or job.explain or self._handovers.connector.counts:
+        if threshold > 0 or job.explain or self._counts_all:
             job.prompt = await self._counter.count(job.api, job.body)
+        job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
         tokens = job.prompt.tokens
         disaggregate = tokens is None or tokens >= threshold
         logger.info(
@@ -179,8 +181,20 @@ class Flow:
             job.reason = Reason.OVER_CONTEXT
         elif not is_plausible(job.api, job.body, tokens, longest):
             job.fall_back(Reason.DOUBTFUL)
+        elif (most := self._handovers.connector.longest) is not None and job.tokens > most:
+            job.fall_back(Reason.OVER_STEP)
         else:
             job.path, job.reason = Path.DISAGGREGATED, Reason.THRESHOLD
+
+    def _space(self, job: Job) -> Space:
+        """What keeps its KV apart beside the tokens."""
+        model, salt = job.body.get("model"), job.body.get("cache_salt")
+        lora = model if model in self._fleet.adapters else None
+        return Space(lora, salt if isinstance(salt, str) else None)
+
+    def _session(self, job: Job) -> str | None:
+        value = job.request.header(self._session_header)
+        return value.decode("latin-1") if value else None
 
     async def _generate(self, job: Job) -> str:
         """Run legs until the client has an answer. Returns how the request ended."""
@@ -215,10 +229,13 @@ class Flow:
             raise _FallBack(Reason.OVER_BUFFER)
         with_room = [d for d, needed in claims.items() if self._budgets.fit(needed)]
         if not with_room:
+            if job.failed_decoders:  # it shall not keep others waiting for the engines that it has left
+                raise _FallBack(Reason.NO_ROOM)
             return None
         decoder = self._decode_strategy.choose(job.prompt, with_room).engine
-        prefiller = self._prefill_strategy.choose(job.prompt, prefillers[decoder]).engine
-        return _Pair(decoder, prefiller, self._budgets.take(claims[decoder]))
+        choice = self._prefill_strategy.choose(job.prompt, prefillers[decoder])
+        job.expected_hit = choice.hit_tokens
+        return _Pair(decoder, choice.engine, self._budgets.take(claims[decoder]))
 
     def _claims(self, job: Job, decoder: Engine) -> list[Claim]:
         return list(self._handovers.connector.reservation(job.tokens, decoder))
@@ -263,9 +280,10 @@ class Flow:
     async def _prefill(self, job: Job, prefiller: Engine, handover: Handover) -> None:
         sent = self._clock()
         job.prefills += 1
+        self._prefill_strategy.sent(job.prompt, prefiller)
         await handover.prefill(
             to_engine(job.request, engine_request_id(job.id)),
-            tokens=job.tokens,
+            tokens=max(0, job.tokens - job.expected_hit),
             timeout=self._config.patience(
                 self._config.prefill_timeout, prefiller.pending_tokens + job.tokens
             ),
@@ -277,7 +295,7 @@ class Flow:
         self._log_routing(job, prefiller.url, now - job.arrived)
 
     def _prefill_failed(self, job: Job, pair: _Pair, failure: LegFailed) -> None:
-        if failure.reply is not None and failure.reply.status in _REJECTIONS:
+        if failure.rejected:
             self._count_failure(job, failure)
             job.fall_back(Reason.PREFILL_REJECTED)
             job.rejection = failure.reply
@@ -307,13 +325,8 @@ class Flow:
                 "as they may. Try again.",
                 retry_after_s=5,
             )
-        self._fallbacks += 1
-        self._fallback_tokens += job.tokens
-        try:
-            return await self._decode(job, decoder, None)
-        finally:
-            self._fallbacks -= 1
-            self._fallback_tokens -= job.tokens
+        with self._fallback(job.tokens) as computed:
+            return await self._decode(job, decoder, None, computed)
 
     def _may_fall_back(self, job: Job) -> bool:
         if self._fallbacks >= self._config.max_fallbacks:
@@ -322,12 +335,37 @@ class Flow:
         tokens = self._fallback_tokens + job.tokens
         return self._fallbacks == 0 or tokens <= self._config.max_fallback_tokens
 
-    async def _decode(self, job: Job, decoder: Engine, handover: Handover | None) -> str | None:
+    @contextmanager
+    def _fallback(self, tokens: int) -> Iterator[Callable[[], None]]:
+        """Count a long prompt on a decoder until the block ends or its value is called."""
+        self._fallbacks += 1
+        self._fallback_tokens += tokens
+        counted = True
+
+        def computed() -> None:
+            nonlocal counted
+            if counted:
+                counted = False
+                self._fallbacks -= 1
+                self._fallback_tokens -= tokens
+
+        try:
+            yield computed
+        finally:
+            computed()
+
+    async def _decode(
+        self,
+        job: Job,
+        decoder: Engine,
+        handover: Handover | None,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> str | None:
         """The decode leg. None: it failed, the client has received nothing, and the request can go on."""
         job.decodes += 1
         self._log_routing(job, f"decoder {decoder.url}", 0.0)
         try:
-            outcome = await self._decoding.run(job, decoder, handover)
+            outcome = await self._decoding.run(job, decoder, handover, on_first)
         except LegFailed as failure:
             self._note_failure(job, failure)
             if job.responder.started:
@@ -369,6 +407,7 @@ class Flow:
         self._count_failure(job, failure)
         if failure.unreachable:
             self._fleet.lost(failure.engine, f"cannot be reached: {failure}")
+            failure.engine.alarm.set()
         else:
             self._fleet.failed(failure.engine)
 

@@ -46,7 +46,10 @@ class Pace:
     release: float = 60.0
     """For the answer to a release, at least."""
     late: float = 120.0
-    """For notifications after a release that came before them: a prefiller that was stalled may yet write."""
+    """For notifications that did not come in time, before a release without them: a prefiller that was
+    stalled may yet write, and chunks that were freed meanwhile may be another request's."""
+    refusals: int = 4
+    """Releases that a decoder answers with an error; it is not asked more often."""
     shutdown: float = 5.0
     """For clean-ups under way when the router ends: what they leave is not known to the next one."""
 
@@ -75,7 +78,6 @@ class Handovers:
         self._fleet = fleet
         self._legs_begun: set[asyncio.Task[Any]] = set()
         self._cleaning: set[asyncio.Task[Any]] = set()
-        self._watching: set[asyncio.Task[Any]] = set()
         # A release finds its KV there, as a rule; where it does not, the decoder computes a whole prompt.
         self._releasing: WeakKeyDictionary[Engine, asyncio.Lock] = WeakKeyDictionary()
 
@@ -108,7 +110,7 @@ class Handovers:
                 "are restarted",
                 len(self._cleaning),
             )
-        while tasks := self._legs_begun | self._cleaning | self._watching:
+        while tasks := self._legs_begun | self._cleaning:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -116,10 +118,6 @@ class Handovers:
     def run_leg(self, leg: Coroutine[Any, Any, bytes]) -> asyncio.Task[bytes]:
         """Run a prefill leg that outlives whoever waits for it."""
         return _spawn(leg, self._legs_begun)
-
-    def watch(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what waits for something that probably never comes."""
-        _spawn(work, self._watching)
 
     def lock(self, decoder: Engine) -> asyncio.Lock:
         """To be held while something is released on a decoder: one at a time."""
@@ -158,6 +156,7 @@ class Handover:
         self._leg: asyncio.Task[bytes] | None = None
         self._headers: Headers = []
         self._patience = owner.pace.release
+        self._prefilled = False
         self._decoding = False
         self.dirty = False
         """Whether something may lie on the decoder that nobody has read."""
@@ -200,17 +199,11 @@ class Handover:
 
     async def clean_up(self) -> None:
         """See that nothing is left on the decoder."""
-        silent = False
         try:
             if await self._may_have_written():
                 await self._release()
-                silent = self._attempt.missing is not None
         finally:
-            self._reservation.release()
-            if silent:
-                self._owner.watch(self._release_late())
-            else:
-                self.forget()
+            self.forget()
 
     async def _call_prefiller(self, body: bytes, headers: Headers, tokens: int, timeout: float) -> bytes:
         with self._prefiller.busy(tokens):
@@ -231,46 +224,43 @@ class Handover:
         assert self._expected is not None
         try:
             self._attempt.on_prefill_reply(await self._leg)
+            self._prefilled = True
         except LegFailed as failure:
-            rejected = failure.reply is not None and failure.reply.status < 500
-            if failure.unreachable or rejected:
+            if failure.unreachable or failure.rejected:
                 return False
             # A request that is cancelled in the middle of a step is written at the step's end.
             self._attempt.on_prefill_failure()
-        if not await self._expected.complete(self._owner.notification_timeout):
+        if not await self._expected.complete(self._owner.pace.late):
             logger.warning("KV from %s: %s did not come", self._prefiller.url, self._attempt.missing)
         return True
 
-    async def _release_late(self) -> None:
-        """Release once more if notifications come that the release did not wait for."""
-        assert self._expected is not None
-        try:
-            missing = self._attempt.missing
-            await self._expected.complete(self._owner.pace.late)
-            if self._attempt.missing != missing:
-                await self._release()
-        finally:
-            self.forget()
-
     async def _release(self) -> None:
-        """Read what lies on the decoder with a request of one token, now or when it is back. A decoder that
-        was removed, or is another process now, holds nothing."""
+        """Read what lies on the decoder with a request of one token, now or when it is back. One that is
+        another process now holds nothing, and one that was removed is no longer this router's.
+
+        Where the decoder refuses again and again, what a prefiller has written stays there, and its room
+        reserved; where the prefill leg failed too, nothing was written.
+        """
         body = self._attempt.prepare_release(self._api, self._body)
         if body is None:
             return
         pace = self._owner.pace
         if self._decoding:
             await asyncio.sleep(pace.settle)
+        refusals = 0
         for pause in chain(pace.retries, repeat(pace.retries[-1])):
             async with self._owner.lock(self._decoder):
                 if self._decoder.life != self._life or not self._owner.knows(self._decoder):
                     return
-                if self._decoder.state is not State.WAITING:
+                if self._decoder.state is not State.WAITING and refusals < pace.refusals:
                     try:
                         await self._call_decoder(body)
                         return
                     except LegFailed as failure:
+                        refusals += failure.reply is not None
                         logger.warning("KV on %s is not released yet: %s", self._decoder.url, failure)
+            if refusals >= pace.refusals and not self._prefilled:
+                return
             await asyncio.sleep(pause)
 
     async def _call_decoder(self, body: bytes) -> None:

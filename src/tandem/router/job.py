@@ -29,6 +29,7 @@ class Reason(StrEnum):
     NO_PREFILLERS_CONFIGURED = "no_prefillers_configured"
     # The rest are long prompts that a decoder must compute after all.
     DOUBTFUL = "doubtful"  # the decode leg would probably be rejected
+    OVER_STEP = "over_step"  # longer than what a prefiller can hand over
     OVER_BUFFER = "over_buffer"  # larger than what a decoder can receive
     NO_ROOM = "no_room"  # decoders could not receive it in time
     NO_PREFILLER = "no_prefiller"
@@ -53,6 +54,8 @@ class Job:
     """Whether a decoder computes a prompt that belongs on a prefiller."""
     prefiller: Engine | None = None
     prefill_seconds: float | None = None
+    expected_hit: int = 0
+    """Tokens of the prompt that the chosen prefiller is expected to have in its cache."""
     prefills: int = 0
     """Prefill legs sent so far."""
     decodes: int = 0

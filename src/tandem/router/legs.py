@@ -58,6 +58,13 @@ class LegFailed(Exception):
         """Whether the engine could not be connected to at all."""
         return self.reason == "connect"
 
+    @property
+    def rejected(self) -> bool:
+        """Whether the engine says that the request itself is at fault (429: that there are too many)."""
+        return (
+            self.reply is not None and 400 <= self.reply.status < 500 and self.reply.status not in (408, 429)
+        )
+
     def engine_message(self) -> str:
         """The engine's own words, where it gave any."""
         if self.reply is None:

@@ -122,6 +122,10 @@ class Notifications:
         while True:
             before = self.unexpected
             for _ in range(_TURN):
-                self.received(await socket.recv())
+                try:
+                    self.received(await socket.recv())
+                except zmq.ZMQError:
+                    logger.exception("a notification could not be received")
+                    await asyncio.sleep(_REST)
             # A message that is there already is received without giving way to other tasks.
             await asyncio.sleep(_REST if self.unexpected - before > _TURN // 2 else 0)

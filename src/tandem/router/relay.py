@@ -29,6 +29,8 @@ def what_is_wrong(body: bytes) -> str | None:
         return "a body that is not a whole answer"
     if bytes(answer.error) != b"null":
         return "an error"
+    if not answer.choices:
+        return "no choice"
     ended = {choice.finish_reason for choice in answer.choices} & {"abort", "error"}
     return f"finish_reason {ended.pop()}" if ended else None
 
@@ -88,7 +90,7 @@ class StreamRelay:
             self._last = now
             self._responder.write(data)
             return
-        if self.scan.error is not None:
+        if self.scan.error is not None or self.scan.finish_reason is not None:
             return
         self._held += data
         if self.scan.events > self._silent_events or len(self._held) > _HELD_BYTES:
@@ -97,7 +99,7 @@ class StreamRelay:
     def end(self) -> None:
         """The body is whole: what is still held goes out, unless it is an error."""
         self.scan.end()
-        if self._last is None and self.scan.done and self.scan.error is None:
+        if self._last is None and self.scan.done and not (self.scan.error or self.scan.finish_reason):
             self._start(self._clock())
 
     def _start(self, now: float) -> None:

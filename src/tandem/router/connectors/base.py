@@ -80,6 +80,10 @@ class Connector(Protocol):
     survives_decoder_restart: bool
     """Whether a prefiller finds a decoder again that came back as another process at the same address."""
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest prompt that can be handed over; None: of any."""
+
     def reservation(self, tokens: int, decoder: Engine) -> Sequence[Claim]:
         """What a prompt of so many tokens needs on a decoder before its prefill begins."""
 

@@ -38,7 +38,8 @@ def cut_to_one_token(api: Api, body: Body, kv_transfer_params: dict[str, Any]) -
     if api is Api.CHAT:
         # Both, as a request that sets only the newer name would otherwise run to its full length.
         changes["max_completion_tokens"] = 1
-        # A forced tool call cannot be made in one token; the tools stay, as they shape the prompt.
+        # A forced tool call cannot be made in one token; the tools stay, as they shape the prompt. "auto" is
+        # refused without a tool parser, as the forced kinds are: so both legs take the same requests.
         if "tool_choice" in body and body.get("tool_choice") not in (None, "none", "auto"):
             changes["tool_choice"] = "auto"
     return body.edited(changes, drop=ANSWER_FIELDS)

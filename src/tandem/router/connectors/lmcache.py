@@ -50,11 +50,19 @@ class LMCache:
     survives_decoder_restart = False
 
     def __init__(
-        self, receiver: Callable[[str], Receiver], *, chunk_size: int, buffer_chunks: int, ranks: int
+        self,
+        receiver: Callable[[str], Receiver],
+        *,
+        chunk_size: int,
+        buffer_chunks: int,
+        ranks: int,
+        longest: int | None = None,
     ) -> None:
         """`receiver`: that of the decoder with a URL. `chunk_size`: tokens, as both roles' LMCache has it.
         `buffer_chunks`: chunks that one rank's receive buffer holds (pd_buffer_size over the bytes of a
-        chunk). `ranks`: how many ranks of a prefiller notify."""
+        chunk). `ranks`: how many ranks of a prefiller notify. `longest`: tokens that
+        a prefiller computes in one step; what takes several is notified before it is whole."""
+        self.longest = longest
         self._receiver = receiver
         self._chunk_size = chunk_size
         self._buffer_chunks = buffer_chunks

@@ -49,6 +49,7 @@ class Nixl:
     pushes = False
     # Every process has an engine id of its own, and parameters of another one are refused.
     survives_decoder_restart = True
+    longest: int | None = None
 
     def reservation(self, tokens: int, decoder: Engine) -> Sequence[Claim]:
         return ()

@@ -1,5 +1,8 @@
 """Strategies choose one engine among candidates. Small classes without I/O; their memory is bounded."""
 
+from collections.abc import Callable
+
+from tandem.config import RouterConfig
 from tandem.router.strategies.base import Choice, Prompt, Strategy
 from tandem.router.strategies.chain import Space
 from tandem.router.strategies.decoder import DecoderLoad, DecoderScore, OutputEstimate
@@ -29,4 +32,17 @@ __all__ = [
     "Strategy",
 ]
 
-STRATEGIES: dict[str, type[Strategy]] = {"roundrobin": RoundRobin}
+_SPAN_TOKENS = 64
+
+
+def _prefix_aware(config: RouterConfig) -> Strategy:
+    size = config.kv_block_size
+    return PrefixAware(SentIndex(size, stride=max(1, _SPAN_TOKENS // size)))
+
+
+STRATEGIES: dict[str, Callable[[RouterConfig], Strategy]] = {
+    "prefixaware": _prefix_aware,
+    "session": lambda config: Session(),
+    "roundrobin": lambda config: RoundRobin(),
+}
+"""Those that can be configured, each made for one router."""

@@ -52,6 +52,9 @@ class Choice(NamedTuple):
 
 
 class Strategy(Protocol):
+    reads_prompts: bool
+    """Whether it needs the token ids of every prompt."""
+
     def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Choice:
         """Pick one of at least one candidate; candidates come sorted by URL. A sequence that was given is
         never changed afterwards: another set of candidates is another sequence."""

@@ -41,6 +41,8 @@ class CacheAware:
     With many engines, those few that hold most of the prompt and a few drawn at random are compared.
     """
 
+    reads_prompts = True
+
     def __init__(self, prefixes: Prefixes, *, rng: Random | None = None) -> None:
         self._prefixes = prefixes
         self._tokens = RecentWork(HALF_LIFE_TOKENS)

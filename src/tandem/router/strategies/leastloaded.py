@@ -14,6 +14,8 @@ class LeastLoaded:
     """Takes the engine with the fewest requests in flight; among equals, in turn. Of many engines it looks
     at a few drawn at random, which keeps the fullest within a request or two of the rest."""
 
+    reads_prompts = False
+
     def __init__(self, rng: Random | None = None) -> None:
         self._turn = RoundRobin()
         self._rng = rng or Random()

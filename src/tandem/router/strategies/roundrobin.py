@@ -16,6 +16,8 @@ class RoundRobin:
     """Takes engines in turn. The turn belongs to engines, not to positions, so that one which joins or
     leaves does not make another be skipped or taken twice."""
 
+    reads_prompts = False
+
     def __init__(self) -> None:
         self._last = ""
 

@@ -27,6 +27,8 @@ _TRIED = 64  # engines with no room that are passed before the search ends
 class Session:
     """Without a session id it takes the least loaded engine."""
 
+    reads_prompts = False
+
     def __init__(self, *, slack: float = SLACK, rng: Random | None = None) -> None:
         self._slack = slack
         self._rest = LeastLoaded(rng)
