@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config import RouterConfig, add_router_arguments, router_argv, router_config
+from tandem.config import STRATEGIES, RouterConfig, add_router_arguments, router_argv, router_config
 from tandem.config.router import ReceiverPorts, engine_url, receiver_ports
 
 URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(1, 65535))
@@ -107,7 +107,7 @@ def test_every_rank_of_a_prefill_engine_has_a_port_to_write_to() -> None:
 
 @pytest.mark.parametrize("name", ["", "x session", "x:y", "ä"])
 def test_a_session_header_is_a_header(name: str) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(argparse.ArgumentError, match="is not the name of a header"):
         read(["--decode", "http://d:1", "--session-header", name])
 
 
