@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from tandem.config import RouterConfig
 from tandem.http import Client, HTTPClientError, Origin
 from tandem.router.app import App, running
 from tandem.sim import virtual
+from tandem.sim.handoff import Network
 
-from .helpers import MODEL, Engines, engines, flags, pair
+from .helpers import MODEL, Engines, engines
+from .matrix import Connector
+from .matrix_bench import ENVIRONMENT, GAUGES, command_lines, connector_flags, delivery
 
 PREFILLERS, DECODERS = 12, 20
 # What may befall an engine. Left out is what no router can see: KV that was overwritten before it was read,
@@ -42,6 +46,7 @@ TROUBLE = (
     "slow=5",
     "refuse",
 )
+LMCACHE_TROUBLE = ("lost-notification,rate=0.5", "late-notification=3", "full-buffer,rate=0.3")
 
 
 class Soak:
@@ -90,22 +95,31 @@ class Soak:
             await response.relay(pieces.append)
             return response.status, b"".join(pieces)
 
-    async def leg_failures(self) -> float:
+    async def metrics(self) -> dict[str, float]:
         pieces: list[bytes] = []
         async with self.client.stream(self.origin, "GET", b"/metrics", []) as response:
             await response.relay(pieces.append)
         lines = b"".join(pieces).decode().splitlines()
-        return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("tandem_leg_failures_total{"))
+        return {x.rsplit(" ", 1)[0]: float(x.rsplit(" ", 1)[1]) for x in lines if not x.startswith("#")}
+
+    async def leg_failures(self) -> float:
+        told = await self.metrics()
+        return sum(value for name, value in told.items() if name.startswith("tandem_leg_failures_total{"))
+
+    async def gauges(self) -> dict[str, float]:
+        """What the router has in hand, where it has anything."""
+        told = await self.metrics()
+        return {name: value for name, value in told.items() if name.startswith(GAUGES) and value}
 
     async def alone(self, body: dict[str, Any]) -> bytes:
         """What an engine that is behind no router answers."""
         return (await self.sims.ask(PREFILLERS + DECODERS, "/v1/completions", body)).body
 
-    async def trouble(self) -> None:
+    async def trouble(self, kinds: Sequence[str]) -> None:
         """Give one engine after another something to suffer from, for a while."""
         while True:
             engine = self.sims[self.rnd.randrange(PREFILLERS + DECODERS)]
-            await engine.set_faults(self.rnd.choice(TROUBLE))
+            await engine.set_faults(self.rnd.choice(kinds))
             await asyncio.sleep(self.rnd.uniform(0.5, 3.0))
             await engine.set_faults("")
 
@@ -123,9 +137,10 @@ def left_behind(sims: Engines, app: App) -> list[str]:
     return left + [f"engine {i}: {sims[i].engine.state()}" for i in range(33) if not sims.idle(i)]
 
 
-async def soak(requests: int, seed: int) -> Counter[str]:
-    prefill, decode = pair(lease=5.0)
-    async with engines(*[prefill] * PREFILLERS, *[decode] * DECODERS, flags()) as sims:
+async def soak(connector: Connector, requests: int, seed: int) -> Counter[str]:
+    lines = command_lines(connector, PREFILLERS, DECODERS)
+    network = Network()
+    async with engines(*lines, environment=ENVIRONMENT, network=network) as sims:
         urls = sims.fleet.urls
         config = RouterConfig(
             port=0,
@@ -138,14 +153,17 @@ async def soak(requests: int, seed: int) -> Counter[str]:
             stream_idle_timeout=20.0,
             max_fallbacks=20,
             log_level="error",
+            **connector_flags(connector, DECODERS),
         )
         client = Client()
         async with running(config, None) as (server, app):
+            network.notify = delivery(app)
             while app.fleet.unproved:
                 await asyncio.sleep(1)
             tasks_before = len(asyncio.all_tasks())
             run = Soak(sims, f"http://127.0.0.1:{server.port}", client, random.Random(seed))
-            troubles = [asyncio.create_task(run.trouble()) for _ in range(4)]
+            kinds = TROUBLE + (LMCACHE_TROUBLE if connector == "lmcache" else ())
+            troubles = [asyncio.create_task(run.trouble(kinds)) for _ in range(4)]
             clients = []
             for number in range(requests):
                 clients.append(asyncio.create_task(run.request(number)))
@@ -156,10 +174,12 @@ async def soak(requests: int, seed: int) -> Counter[str]:
             await asyncio.gather(*troubles, return_exceptions=True)
             for i in range(PREFILLERS + DECODERS):
                 await sims[i].set_faults("")
-            # Leases end, lost engines are proved again, idle connections are given up.
-            await asyncio.sleep(120)
+            # Leases end, lost engines are proved again, idle connections are given up, and notifications that
+            # were lost are waited for no more.
+            await asyncio.sleep(300)
             assert app.fleet.unproved == []
             assert left_behind(sims, app) == []
+            assert await run.gauges() == {}
             run.ends["a leg failed"] = int(await run.leg_failures())
             await client.aclose()
             await asyncio.sleep(1)
@@ -168,11 +188,12 @@ async def soak(requests: int, seed: int) -> Counter[str]:
         return run.ends
 
 
+@pytest.mark.parametrize("connector", ["nixl", "lmcache"])
 @pytest.mark.parametrize(
     "requests", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_requests_in_trouble_end_and_leave_nothing(requests: int) -> None:
-    ends = virtual.run(soak(requests, seed=requests))
+def test_requests_in_trouble_end_and_leave_nothing(connector: Connector, requests: int) -> None:
+    ends = virtual.run(soak(connector, requests, seed=requests))
     print(ends)
     failures = ends.pop("a leg failed")
     assert sum(ends.values()) == requests

@@ -153,7 +153,7 @@ class Case:
         engines = self.bench.sims.fleet.engines
         number = engines.index(dead)
         await dead.close()
-        args = parse(command_lines(self.connector, COUNT)[number])
+        args = parse(command_lines(self.connector, COUNT, COUNT)[number])
         # The first one of a fleet listens for other engines where the first one of the other fleet does.
         apart = number > 0 and self.connector == "nixl"
         spec = EngineSpec(args, port=dead.port, side_channel=("127.0.0.1", 0) if apart else None)
