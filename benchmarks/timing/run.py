@@ -203,6 +203,11 @@ def main() -> None:
     profile = CostProfile(**results["calibration"]["profile"])
     plan = plan_of(up_command())
     results["simulated"] = virtual.run(on_simulated(plan, profile, len(results["real"])))
+    write(results)
+
+
+def write(results: dict[str, Any]) -> None:
+    """Compare, and write the file and the page."""
     results["rows"] = report.compare(results["real"], results["simulated"])
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     medians = [abs(r["error"]) for r in results["rows"] if r["quantile"] == "p50"]

@@ -221,6 +221,12 @@ class Prober:
                 raise
             page = b""
         found = _STARTED.search(page)
+        if found is None:
+            logger.warning(
+                "%s does not tell when it started (process_start_time_seconds): whenever it is lost, it is "
+                "taken for another process",
+                engine.url,
+            )
         engine.identify(float(found[1]) if found else None)
 
     async def _prove_decoder(self, decoder: Engine) -> None:

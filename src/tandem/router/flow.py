@@ -114,9 +114,7 @@ class Flow:
                 headers = [*error.headers(), (b"x-request-id", rid.encode())]
                 responder.send(error.status, headers, error.body())
         finally:
-            path, reason = (
-                (job.path, job.reason) if job and admitted else ("none", "queue" if job else "invalid")
-            )
+            path, reason = _labels(job, admitted)
             self._metrics.requests.labels(path, reason, outcome).inc()
             if job is not None and job.prompt.tokens is not None:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
@@ -173,6 +171,7 @@ class Flow:
             disaggregate,
         )
         if not disaggregate:
+            job.reason = Reason.SHORT
             return
         longest = self._fleet.max_model_len
         if not self._fleet.of(EngineRole.PREFILL):
@@ -427,6 +426,15 @@ class Flow:
         logger.info(
             "Routing request %s to %s at %.3f, process time = %.4f", job.id, target, time.time(), seconds
         )
+
+
+def _labels(job: Job | None, admitted: bool) -> tuple[str, str]:
+    """Path and reason of a request for its metrics."""
+    if job is None:
+        return "none", "invalid"
+    if not admitted:
+        return "none", "queue"
+    return ("none" if job.reason == Reason.UNDECIDED else job.path), job.reason
 
 
 class _FallBack(Exception):

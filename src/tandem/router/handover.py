@@ -250,7 +250,8 @@ class Handover:
         refusals = 0
         for pause in chain(pace.retries, repeat(pace.retries[-1])):
             async with self._owner.lock(self._decoder):
-                if self._decoder.life != self._life or not self._owner.knows(self._decoder):
+                known_to_be_another = self._decoder.life != self._life and self._decoder.started is not None
+                if known_to_be_another or not self._owner.knows(self._decoder):
                     return
                 if self._decoder.state is not State.WAITING and refusals < pace.refusals:
                     try:

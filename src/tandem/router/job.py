@@ -23,6 +23,7 @@ class Path(StrEnum):
 class Reason(StrEnum):
     """Why a request takes its path; what `classify.why_decode_only` names comes beside these."""
 
+    UNDECIDED = "undecided"
     SHORT = "short"
     THRESHOLD = "threshold"
     OVER_CONTEXT = "over_context"  # no engine can serve it, and the decoder's own error says so
@@ -49,7 +50,7 @@ class Job:
     explain: bool
     prompt: Prompt = field(default_factory=Prompt)
     path: Path = Path.DECODE_ONLY
-    reason: str = Reason.SHORT
+    reason: str = Reason.UNDECIDED
     fallback: bool = False
     """Whether a decoder computes a prompt that belongs on a prefiller."""
     prefiller: Engine | None = None
