@@ -167,7 +167,7 @@ class Case:
 # Clients that leave
 
 
-@trouble("The client leaves while its prompt is counted", [], {("decode_only", "short", LEFT): 1})
+@trouble("The client leaves while its prompt is counted", [], {("none", "undecided", LEFT): 1})
 async def leaves_while_counted(case: Case) -> list[str]:
     asked = asyncio.Event()
 
@@ -280,14 +280,14 @@ async def no_prefiller(case: Case) -> list[str]:
     return [await case.send()]
 
 
-@trouble("No decoder can be reached", ["503 with Retry-After"], {("decode_only", "short", FAILED): 1})
+@trouble("No decoder can be reached", ["503 with Retry-After"], {("none", "undecided", FAILED): 1})
 async def no_decoder(case: Case) -> list[str]:
     await case.fault("refuse", case.decoders)
     await case.out_of_use(case.decoders)
     return [await case.send()]
 
 
-@trouble("No engine can be reached", ["503 with Retry-After"] * 2, {("decode_only", "short", FAILED): 2})
+@trouble("No engine can be reached", ["503 with Retry-After"] * 2, {("none", "undecided", FAILED): 2})
 async def nothing(case: Case) -> list[str]:
     everything = [*case.prefillers, *case.decoders]
     await case.fault("refuse", everything)
