@@ -7,7 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from tandem.config import RouterConfig
+from tandem.http import Origin
 from tandem.prompt import NotExact, PromptCounter, Tokens
+from tandem.router.engines import Engine, EngineRole
+from tandem.router.strategies import STRATEGIES, Prompt
 
 from .conftest import LONG, Endpoint, Start
 from .fakes import FakeEngine, eventually
@@ -53,6 +57,23 @@ async def prefix_aware(start: Start, **options: Any) -> Endpoint:
         kv_block_size=BLOCK,
         **options,
     )
+
+
+def test_prefixaware_knows_the_size_of_the_engines_blocks() -> None:
+    """A hit is expected in the engine's own blocks, or it would be expected where there is none."""
+    config = RouterConfig(decode=("http://d:1",), kv_block_size=128)
+    url = "http://p:1"
+    engine = Engine(url, EngineRole.PREFILL, Origin.parse(url))
+    strategy, ids = STRATEGIES["prefixaware"](config), list(range(331))
+    strategy.sent(Prompt(len(ids), ids), engine)
+    assert strategy.choose(Prompt(len(ids), ids), [engine]).hit_tokens == 256
+
+
+async def test_prefixaware_says_when_it_cannot_know_prompts(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    await start(prefill=2, routing_strategy="prefixaware")
+    assert "strategy prefixaware goes by load alone" in caplog.text
 
 
 async def test_prefixaware_sends_what_begins_alike_to_the_same_prefiller(start: Start) -> None:

@@ -34,8 +34,9 @@ same grammar; GET shows them, DELETE ends them), several with `;` between:
   KIND[=VALUE][@CHUNK][,times=N][,rate=P][,leg=prefill|decode|alone]
 
 Kinds: refuse, hang, delay=SECONDS, reset, crash, status=CODE, head=CODE, error, truncate, badjson,
-no-kv-params, lost-kv, stale-kv, expired-lease, full-buffer, slow=FACTOR. `@CHUNK`: after so many chunks of a
-streamed answer. GET /sim/state shows what an engine is at.
+no-kv-params, lost-kv, stale-kv, expired-lease, full-buffer, slow=FACTOR; with LMCache also lost-notification
+and late-notification=SECONDS. `@CHUNK`: after so many chunks of a streamed answer. GET /sim/state shows what
+an engine is at.
 """
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role",
         choices=_ROLES,
-        help="hand KV over by NIXL in this role (default: what --kv-transfer-config says)",
+        help="hand KV over by NIXL in this role (default: that of --kv-transfer-config, which it replaces)",
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="cost profile, JSON (default: SmolLM2, one core)"
@@ -100,9 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_role(args: VllmArgs, role: str) -> VllmArgs:
-    from tandem.sim.args import KvTransfer
+    from tandem.sim.args import KvTransfer, UsageError
 
     transfer = args.kv_transfer or KvTransfer(connector="NixlConnector")
+    if "LMCache" in transfer.connector:
+        raise UsageError("--role is for NIXL: LMCache's role is the pd_role of its own configuration")
     return replace(args, kv_transfer=replace(transfer, role=_ROLES[role]))
 
 

@@ -344,9 +344,7 @@ def _flag(f: Field[Any]) -> str:
 def _metavar(f: Field[Any]) -> str:
     if f.metadata["parse"] is engine_url:
         return "URL"
-    if isinstance(f.default, float):
-        return "SECONDS"
-    return {
+    named = {
         "model_path": "DIR",
         "tokenizer": "DIR",
         "max_model_len": "N",
@@ -355,8 +353,13 @@ def _metavar(f: Field[Any]) -> str:
         "lmcache_step_tokens": "N",
         "lmcache_receivers": "[HOST:]INIT:ALLOC",
         "session_header": "NAME",
+        "retry_ratio": "RATIO",
+        "chat_template": "FILE",
+        "default_chat_template_kwargs": "JSON",
         "lmcache_notify": "HOST:PORT",
-    }.get(f.name, "N" if isinstance(f.default, int) else "NAME")
+    }
+    by_kind = "SECONDS" if isinstance(f.default, float) else "N" if isinstance(f.default, int) else "NAME"
+    return named.get(f.name, by_kind)
 
 
 def _is_list(f: Field[Any]) -> bool:

@@ -123,6 +123,12 @@ async def running(
     gate = Gate(config, fleet)
     metrics = Metrics(fleet, gate, budgets, line, handovers)
     strategy = STRATEGIES[config.routing_strategy](config)
+    if strategy.reads_prompts and local is None and len(config.prefill) > 1:
+        logger.warning(
+            "strategy %s goes by load alone: it needs the tokens of prompts, and without --model-path "
+            "engines count them",
+            config.routing_strategy,
+        )
     flow = Flow(config, fleet, legs, counter, strategy, gate, handovers, budgets, line, metrics)
     app = App(fleet, flow, metrics)
     source = discovery or StaticDiscovery(config.prefill, config.decode)

@@ -233,7 +233,7 @@ class Flow:
             return None
         decoder = self._decode_strategy.choose(job.prompt, with_room).engine
         choice = self._prefill_strategy.choose(job.prompt, prefillers[decoder])
-        job.expected_hit = choice.hit_tokens
+        job.expected_hit = choice.hit_tokens if self._prefill_strategy.reads_prompts else None
         return _Pair(decoder, choice.engine, self._budgets.take(claims[decoder]))
 
     def _claims(self, job: Job, decoder: Engine) -> list[Claim]:
@@ -282,7 +282,7 @@ class Flow:
         self._prefill_strategy.sent(job.prompt, prefiller)
         await handover.prefill(
             to_engine(job.request, engine_request_id(job.id)),
-            tokens=max(0, job.tokens - job.expected_hit),
+            tokens=max(0, job.tokens - (job.expected_hit or 0)),
             timeout=self._config.patience(
                 self._config.prefill_timeout, prefiller.pending_tokens + job.tokens
             ),

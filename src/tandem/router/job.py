@@ -55,8 +55,9 @@ class Job:
     """Whether a decoder computes a prompt that belongs on a prefiller."""
     prefiller: Engine | None = None
     prefill_seconds: float | None = None
-    expected_hit: int = 0
-    """Tokens of the prompt that the chosen prefiller is expected to have in its cache."""
+    expected_hit: int | None = None
+    """Tokens of the prompt that the chosen prefiller is expected to have in its cache; None where the
+    strategy does not look at prompts."""
     prefills: int = 0
     """Prefill legs sent so far."""
     decodes: int = 0

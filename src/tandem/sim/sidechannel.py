@@ -31,7 +31,14 @@ class Listener:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError."""
-        self._server = await asyncio.start_server(self._serve, host, port)
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{host}:{port} cannot be the NIXL side channel, over which decode engines fetch KV: {error}. "
+                "Set VLLM_NIXL_SIDE_CHANNEL_PORT to a free port",
+            ) from None
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 

@@ -88,7 +88,7 @@ class KvAware(CacheAware):
     """`index` is fed by `tandem.router.kv_events`."""
 
     def __init__(self, index: KvIndex, sent: SentIndex | None = None, *, rng: Random | None = None) -> None:
-        self._known = KvPrefixes(index, sent or SentIndex())
+        self._known = KvPrefixes(index, SentIndex() if sent is None else sent)
         super().__init__(self._known, rng=rng)
         self.fallbacks: Counter[str] = Counter()
         """Requests that were not decided by events alone, by reason."""

@@ -13,4 +13,4 @@ class PrefixAware(CacheAware):
     been evicted, or computed for another router's requests. Without token ids it goes by load."""
 
     def __init__(self, index: SentIndex | None = None, *, rng: Random | None = None) -> None:
-        super().__init__(index or SentIndex(), rng=rng)
+        super().__init__(SentIndex() if index is None else index, rng=rng)
