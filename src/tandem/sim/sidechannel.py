@@ -36,7 +36,7 @@ class Listener:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{host}:{port} cannot be the NIXL side channel, over which decode engines fetch KV: {error}. "
+                f"{host}:{port} cannot be the NIXL side channel, where decode engines ask for KV: {error}. "
                 "Set VLLM_NIXL_SIDE_CHANNEL_PORT to a free port",
             ) from None
         bound: int = self._server.sockets[0].getsockname()[1]
