@@ -80,6 +80,19 @@ async def test_a_decoder_that_was_restarted_is_out_of_reach_until_its_prefiller_
     assert [s for s in pd.decoder.computed if not s.is_canary] == [pd.decoder.requests[0]]
 
 
+async def test_a_decoder_that_is_back_before_anybody_looks_is_known_to_be_another_process(
+    lab: StartLab,
+) -> None:
+    pd = await lab()
+    pd.decoder.renew()
+    pd.of(pd.decoder).alarm.set()  # the next look, which comes every few seconds
+    await until(lambda: pd.pairs() == set())
+    await in_use(pd, pd.decoder)
+    status, told = await ready(pd)
+    assert status == 503
+    assert FOREVER_BROKEN in told["reason"]
+
+
 async def test_the_other_decoder_is_used_while_one_is_out_of_reach(lab: StartLab) -> None:
     pd = await lab(decode=2)
     first, second = pd.decode

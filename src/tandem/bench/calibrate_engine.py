@@ -65,7 +65,11 @@ async def read_facts(client: Client, origin: Origin, model: str | None) -> Facts
         raise CalibrationError(f"{origin} does not serve {name or 'any model'}; it serves {', '.join(cards)}")
     length = cards[name].get("max_model_len")
     text = (await ask(client, origin, "/metrics")).decode("utf-8", "replace")
-    for family in text_string_to_metric_families(text):
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError as error:
+        raise CalibrationError(f"{origin}/metrics is not in Prometheus' text format: {error}") from None
+    for family in families:
         for sample in family.samples:
             if sample.name == "vllm:cache_config_info":
                 labels = sample.labels

@@ -79,7 +79,7 @@ def _header_name(text: str) -> None:
 
 def _listen_address(text: str) -> None:
     host, colon, port = text.rpartition(":")
-    if not host or not colon or not (port.isdigit() and int(port) <= 65535):
+    if not host or not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ValueError(f"{text!r} is not HOST:PORT, as in 0.0.0.0:7500")
 
 

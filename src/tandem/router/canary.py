@@ -168,7 +168,7 @@ class Prober:
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
         if engine.state is State.SUSPECT and not suspect:
             return  # only now: the alarm is set, and it shall perhaps be left alone first
-        if engine.state is State.WAITING:
+        if not self._handovers.connector.survives_decoder_restart:
             await self._identify(engine)
         if engine.role is EngineRole.DECODE:
             match engine.state:
@@ -211,9 +211,9 @@ class Prober:
         self._fleet.worked(engine)
 
     async def _identify(self, engine: Engine) -> None:
-        """Find out whether it is still the process that it was, where that matters."""
-        if self._handovers.connector.survives_decoder_restart:
-            return
+        """Find out whether it is still the process that it was: one may die and be back between two visits.
+
+        Raises LegFailed when an engine that is in use is another one now."""
         try:
             page = await self._legs.call(engine, "GET", "/metrics")
         except LegFailed as failure:
@@ -221,13 +221,18 @@ class Prober:
                 raise
             page = b""
         found = _STARTED.search(page)
-        if found is None:
+        started = float(found[1]) if found else None
+        if engine.state is not State.WAITING:
+            if started is not None and started != engine.started:
+                raise LegFailed(engine, "unhealthy", f"{engine.url} was restarted")
+            return
+        if started is None:
             logger.warning(
                 "%s does not tell when it started (process_start_time_seconds): whenever it is lost, it is "
                 "taken for another process",
                 engine.url,
             )
-        engine.identify(float(found[1]) if found else None)
+        engine.identify(started)
 
     async def _prove_decoder(self, decoder: Engine) -> None:
         cards = msgspec.json.decode(

@@ -312,7 +312,7 @@ class Flow:
     async def _decode_alone(self, job: Job) -> str | None:
         """A decoder computes the prompt and answers. None: it failed, and the request can go on."""
         decoder = self._decode_strategy.choose(job.prompt, self._decoders(job)).engine
-        if not job.fallback:
+        if not job.fallback or job.reason == Reason.DOUBTFUL:  # which is rejected before it is computed
             return await self._decode(job, decoder, None)
         # A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once.
         if not self._may_fall_back(job):
@@ -404,9 +404,10 @@ class Flow:
 
     def _note_failure(self, job: Job, failure: LegFailed) -> None:
         self._count_failure(job, failure)
+        if failure.reply is None:
+            failure.engine.alarm.set()  # it may be gone, or be another process already
         if failure.unreachable:
             self._fleet.lost(failure.engine, f"cannot be reached: {failure}")
-            failure.engine.alarm.set()
         else:
             self._fleet.failed(failure.engine)
 

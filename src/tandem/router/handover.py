@@ -259,6 +259,8 @@ class Handover:
                         return
                     except LegFailed as failure:
                         refusals += failure.reply is not None
+                        if failure.reply is None:
+                            self._decoder.alarm.set()
                         logger.warning("KV on %s is not released yet: %s", self._decoder.url, failure)
             if refusals >= pace.refusals and not self._prefilled:
                 return
