@@ -169,6 +169,7 @@ async def test_a_canary_whose_notification_is_lost_is_read_and_told(lab: StartLa
     assert await pd.endpoint.outcomes() == {}
 
 
+@pytest.mark.slow
 async def test_a_canary_waits_while_the_buffer_is_full_of_requests(lab: StartLab) -> None:
     def second_starts_later(pd: Lab) -> None:
         pd.prefill[1].refuses = lambda seen: True

@@ -40,7 +40,16 @@ def played(trouble: Trouble, connector: Connector) -> Told:
 ROUNDING = 1e-6  # of virtual seconds that were added up
 
 
-@pytest.mark.parametrize("cell", [cell for group in GROUPS for cell in cells(*group)], ids=str)
+def _marks(group: tuple[Connector, int]) -> list[pytest.MarkDecorator]:
+    """The group that takes longest by far is for `make test-all`."""
+    return [pytest.mark.slow] if group == ("lmcache", SEVERAL) else []
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=_marks(group)) for group in GROUPS for cell in cells(*group)],
+    ids=str,
+)
 def test_a_fault_comes_to_what_the_policy_says(cell: Cell) -> None:
     what, due = seen(cell.connector, cell.engines)[cell], expected(cell)
     assert what.answer == due.answer
@@ -51,7 +60,11 @@ def test_a_fault_comes_to_what_the_policy_says(cell: Cell) -> None:
     assert what.left == []
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(group, marks=_marks(group)) for group in GROUPS],
+    ids=lambda group: f"{group[0]}-{group[1]}",
+)
 def test_hardly_any_answer_is_wrong_without_being_seen_to_be(group: tuple[Connector, int]) -> None:
     """KV that was overwritten is for no router to see. Nothing else may look right and not be."""
     wrong = {cell.fault for cell, outcome in seen(*group).items() if outcome.answer == "wrong text"}
@@ -63,6 +76,7 @@ def test_a_trouble_comes_to_what_the_policy_says(trouble: Trouble, connector: Co
     assert played(trouble, connector) == trouble.expected(connector)
 
 
+@pytest.mark.slow
 @pytest.mark.table
 def test_the_page_shows_what_was_seen(documented: Documented) -> None:
     everything = {cell: outcome for group in GROUPS for cell, outcome in seen(*group).items()}
