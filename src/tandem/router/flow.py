@@ -2,7 +2,8 @@
 
 classify → count → choose decoder and prefiller, reserve → (prefill leg, hand-off) → decode leg → relay.
 One task runs a request from start to end; when the client leaves, the task is cancelled and whichever
-leg is open closes its connection, which ends the work on the engine.
+leg is open closes its connection, which ends the work on the engine. (A prefill leg that pushes its KV goes
+on, and is cleaned up after: see `handover`.)
 
 Failures before the client's first byte are repaired: another prefiller, else the decoder computes the
 prompt itself (a bounded number at a time); another decoder with a new prefill. After the first byte an

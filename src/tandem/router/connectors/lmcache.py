@@ -60,8 +60,8 @@ class LMCache:
     ) -> None:
         """`receiver`: that of the decoder with a URL. `chunk_size`: tokens, as both roles' LMCache has it.
         `buffer_chunks`: chunks that one rank's receive buffer holds (pd_buffer_size over the bytes of a
-        chunk). `ranks`: how many ranks of a prefiller notify. `longest`: tokens that
-        a prefiller computes in one step; what takes several is notified before it is whole."""
+        chunk). `ranks`: how many ranks of a prefiller notify. `longest`: tokens that a prefiller computes in
+        one step; what takes several is notified before it is whole."""
         self.longest = longest
         self._receiver = receiver
         self._chunk_size = chunk_size

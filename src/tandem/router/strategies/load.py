@@ -27,9 +27,8 @@ class RecentWork:
 
     def __init__(self, half_life: float) -> None:
         self._half_life = half_life
-        self._mean = half_life / math.log(
-            2
-        )  # of what an engine was given and is not forgotten, in the long run
+        # Of what an engine was given and is not forgotten, in the long run.
+        self._mean = half_life / math.log(2)
         self._given: dict[Engine, float] = {}  # in units that grow, so that nothing needs to be aged
         self._unit = 1.0
         self._total = 0.0
