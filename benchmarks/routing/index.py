@@ -184,6 +184,7 @@ def choices(engines: int) -> dict[str, float]:
         DecoderScore,
         KvAware,
         KvIndex,
+    KvPrefixes,
         LeastLoaded,
         PrefixAware,
         Prompt,
@@ -204,7 +205,7 @@ def choices(engines: int) -> dict[str, float]:
         "leastloaded": LeastLoaded(rng),
         "session": Session(rng=rng),
         "prefixaware": PrefixAware(rng=rng),
-        "kvaware": KvAware(index, rng=rng),
+        "kvaware": KvAware(KvPrefixes(index), rng=rng),
         "decoder": DecoderScore(lambda engine: load, SentIndex(), rng=rng),
     }
     tails = [some_ids(1000, seed) for seed in range(500)]
@@ -265,7 +266,8 @@ def streams(rate: int) -> dict[str, float]:
     """Delays of chunks, in milliseconds, from their writing to their reading."""
     import uvloop
 
-    from tandem.router.kv_events import Subscriber, Subscription
+    from tandem.config import Subscription
+    from tandem.router.kv_events import Subscriber
     from tandem.router.strategies import KvIndex
 
     delays: list[int] = []

@@ -53,7 +53,8 @@ def test_a_wrong_command_line_is_told_and_has_its_code(
 
 def test_router_flags_that_contradict_each_other_are_told(tandem_command: Tandem) -> None:
     done = tandem_command("router", "--prefill", "http://p:1")
-    assert (done.code, done.err) == (2, "tandem: --decode: at least one decode engine is needed\n")
+    assert done.code == 2
+    assert done.err.startswith("tandem: --decode: at least one decode engine is needed; or engines without a")
 
 
 async def router(*arguments: str) -> asyncio.subprocess.Process:

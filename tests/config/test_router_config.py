@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import STRATEGIES, RouterConfig, add_router_arguments, router_argv, router_config
-from tandem.config.router import ReceiverPorts, engine_url, receiver_ports
+from tandem.config.engines import engine_url
+from tandem.config.values import ReceiverPorts, receiver_ports
 
 URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(1, 65535))
 # Any argument of a process; argparse takes `--` for itself.
@@ -47,6 +48,21 @@ def lmcache(draw: st.DrawFn, decoders: int) -> dict[str, Any]:
     }
 
 
+ATTRIBUTES = st.sampled_from(
+    ["", ",zone=a", ",model=m/x,zone=a", ",kv-events=ipc:///run/x,kv-replay=ipc:///run/y", ",kv-events=tcp://*:5"]
+)
+
+
+@st.composite
+def kv_events(draw: st.DrawFn) -> dict[str, Any]:
+    ports = st.integers(1, 60_000)
+    return {
+        "kv_events": f"tcp://*:{draw(ports)}",
+        "kv_replay": draw(st.none() | st.builds("tcp://[::1]:{}".format, ports)),
+        "kv_ranks": draw(st.integers(1, 4096)),
+    }
+
+
 @st.composite
 def configurations(draw: st.DrawFn) -> RouterConfig:
     urls = draw(st.lists(URLS, min_size=1, max_size=6, unique=True))
@@ -54,12 +70,24 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
     return RouterConfig(
         host=draw(TEXT),
         port=draw(st.integers(0, 65535)),
-        decode=tuple(urls[:decoders]),
-        prefill=tuple(urls[decoders:]),
+        decode=tuple(url + draw(ATTRIBUTES) for url in urls[:decoders]),
+        prefill=tuple(url + draw(ATTRIBUTES) for url in urls[decoders:]),
+        engine=tuple(draw(st.sampled_from([[], ["http://whole.example:9"]]))),
         routing_threshold=draw(st.integers(0, 2**31 - 1)),
         routing_strategy=draw(st.sampled_from(STRATEGIES)),
-        session_header=draw(st.sampled_from(["x-session-id", "X-Conversation"])),
+        session_header=tuple(draw(st.lists(st.sampled_from(["x-session-id", "X-Conversation"]), max_size=2))),
+        session_field=draw(st.sampled_from([None, "user"])),
         kv_block_size=draw(st.integers(1, 65_536)),
+        **draw(st.just({}) | kv_events()),
+        kv_index_blocks=draw(st.integers(1, 2**31 - 1)),
+        uncached_threshold=draw(st.booleans()),
+        pair_labels=tuple(draw(st.lists(st.sampled_from(["zone", "a/b.c-d_e"]), max_size=2))),
+        discover_file=draw(st.none() | TEXT),
+        discover_dns=tuple(draw(st.lists(st.sampled_from(["prefill=p.svc:8081", "both=_http._tcp.x"])))),
+        ramp_up=draw(seconds(0, 3600)),
+        counted_model=tuple(draw(st.lists(TEXT, max_size=2))),
+        admin_host=draw(TEXT),
+        admin_port=draw(st.none() | st.integers(0, 65535)),
         model_path=draw(st.none() | TEXT),
         tokenizer=draw(st.none() | TEXT),
         chat_template=draw(st.none() | TEXT),
@@ -163,7 +191,7 @@ def test_the_documented_command_line_is_read() -> None:
         ("--routing-threshold 1.5", "'1.5' is not a whole number"),
         ("--connect-timeout nan", "nan is outside"),
         ("--connect-timeout soon", "'soon' is not a number"),
-        ("--routing-strategy random", "'random' is not one of prefixaware, session, roundrobin"),
+        ("--routing-strategy random", "'random' is not one of prefixaware, kvaware, session, roundrobin"),
         ("--connector mooncake", "'mooncake' is not one of nixl, lmcache"),
         ("--drain-delay 601", "601 is outside 0 … 600"),
         ("--max-attempts 0", "0 is outside 1 … 16"),
@@ -205,8 +233,8 @@ def test_a_bad_value_is_told_with_its_flag(flags: str, said: str) -> None:
     [
         ("--prefill http://p:1", "--decode: at least one decode engine is needed"),
         ("--decode http://a:1 --prefill http://a:1", "http://a:1 is in both"),
-        ("--decode http://a:1 http://a:1/", "--decode: an engine is given twice"),
-        ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: an engine is given twice"),
+        ("--decode http://a:1 http://a:1/", "--decode: http://a:1 is given twice"),
+        ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: http://p:1 is given twice"),
         ("--decode http://a:1 --connector lmcache", "--lmcache-buffer-chunks: is needed with"),
         (
             "--decode http://a:1 --connector lmcache --lmcache-buffer-chunks 9",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -48,14 +49,22 @@ print("INFO [core.py:1] Initializing a V1 LLM engine", flush=True)
 print("INFO:     Application startup complete.", flush=True)
 signal.pause()
 """
+# Leaves its socket behind, as vLLM does.
+PUBLISHES = (
+    """
+import socket, sys
+socket.socket(socket.AF_UNIX).bind(sys.argv[1])
+"""
+    + ENGINE
+)
 DIES = "import sys; sys.exit('ValueError: no room for the KV cache')"
 
 
-def engine(name: str, code: str) -> EngineLaunch:
+def engine(name: str, code: str, *arguments: str) -> EngineLaunch:
     return EngineLaunch(
         name=name,
         role=Role.DECODE,
-        argv=(sys.executable, "-c", code),
+        argv=(sys.executable, "-c", code, *arguments),
         env={},
         not_inherited=(),
         cpus=(),
@@ -72,6 +81,7 @@ class Box:
     def __init__(self, folder: Path) -> None:
         self.logs = folder / "logs"
         self.go = folder / "go"
+        self.sockets: Path | None = None
         self.told: list[dict[str, str]] = []
         self.react: Callable[[dict[str, str]], None] = lambda doing: None
         self.pids: list[int] = []
@@ -86,7 +96,9 @@ class Box:
         port = engine_ports(1, "127.0.0.1")[0].http
         plan = LocalPlan(
             name="e",
-            engines=tuple(engine(f"decode-{i}", code) for i, code in enumerate(engines)),
+            engines=tuple(
+                engine(f"decode-{i}", code, f"{self.sockets}/{i}.events") for i, code in enumerate(engines)
+            ),
             router=RouterConfig(port=port, decode=("http://127.0.0.1:1",)),
             router_argv=(sys.executable, "-c", router, str(self.go), str(port)),
             model=Path("/m"),
@@ -94,6 +106,7 @@ class Box:
             notes=(),
             unused_fields=(),
             logs=self.logs,
+            sockets=self.sockets,
         )
         return running(plan, on_progress=self._tell, ready_timeout=timeout)
 
@@ -215,6 +228,42 @@ async def test_work_ends_by_itself_or_with_the_first_death(box: Box) -> None:
         with pytest.raises(LocalError, match="decode-0"):
             await task
     assert ran == ["work", "cancelled", "cancelled"]
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short name, as paths of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+async def test_sockets_lie_in_a_private_folder_that_goes_with_the_endpoint(box: Box, short: Path) -> None:
+    box.go.touch()
+    box.sockets = short / "sockets"
+    for _ in range(2):
+        async with box.running(PUBLISHES, PUBLISHES):
+            assert box.sockets.stat().st_mode & 0o777 == 0o700
+            assert sorted(p.name for p in box.sockets.iterdir()) == ["0.events", "1.events"]
+        assert not box.sockets.exists()
+
+
+async def test_sockets_of_an_endpoint_that_did_not_come_up_go_too(box: Box, short: Path) -> None:
+    box.sockets = short / "sockets"
+    with pytest.raises(LocalError):
+        async with box.running(PUBLISHES, DIES):
+            pytest.fail("the block must not run")
+    assert not box.sockets.exists()
+
+
+async def test_a_folder_that_is_not_ours_alone_starts_nothing_and_stays(box: Box, short: Path) -> None:
+    box.sockets = short / "sockets"
+    box.sockets.mkdir()
+    box.sockets.chmod(0o777)
+    with pytest.raises(LocalError, match="is not a folder of this user alone"):
+        async with box.running(PUBLISHES):
+            pytest.fail("the block must not run")
+    assert box.pids == []
+    assert box.sockets.exists()
 
 
 async def test_an_error_in_the_block_or_a_cancel_stops_all(box: Box) -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tandem.api import parse_endpoint
-from tandem.config import add_router_arguments, router_config
+from tandem.config import STRATEGIES, add_router_arguments, router_config
 from tandem.engine import EngineError, EnginePorts, Machine
 from tandem.local import paths, plan
 from tandem.local.builtin import MODEL_ID
@@ -100,22 +100,49 @@ def test_a_colocated_endpoint_is_refused_by_the_field(model: Path, machine: Mach
         planned(COLOCATED, machine, model=model)
 
 
-def test_a_strategy_that_is_not_there_is_noted_where_it_would_matter(model: Path, machine: Machine) -> None:
-    note = "spec.intelligentRoutingSpec.routingStrategy: kvaware is not there yet; prefixaware is used"
-    asked = S3.replace("prefixaware", "kvaware")
-    two = planned(asked, machine, model=model)
-    assert note in two.notes
-    assert two.router.routing_strategy == "prefixaware"
-    assert note not in planned(asked.replace("replicas: 2", "replicas: 1"), machine, model=model).notes
-
-
-@pytest.mark.parametrize("strategy", ["prefixaware", "session", "roundrobin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_the_strategy_of_the_resource_reaches_the_router(
-    model: Path, machine: Machine, strategy: str
+    model: Path, machine: Machine, strategy: str, replicas: int
 ) -> None:
-    plan = planned(S3.replace("prefixaware", strategy), machine, model=model)
+    asked = S3.replace("prefixaware", strategy).replace("replicas: 2", f"replicas: {replicas}")
+    plan = planned(asked, machine, model=model)
     assert plan.router.routing_strategy == strategy
     assert not any("routingStrategy" in note for note in plan.notes)
+
+
+def test_without_a_strategy_the_default_of_the_resource_is_taken(model: Path, machine: Machine) -> None:
+    raw = yaml.safe_load(S3)
+    del raw["spec"]["intelligentRoutingSpec"]
+    assert planned(raw, machine, model=model).router.routing_strategy == "prefixaware"
+
+
+KVAWARE = S3.replace("prefixaware", "kvaware")
+
+
+def test_with_kvaware_the_router_is_told_where_each_engine_publishes(model: Path, machine: Machine) -> None:
+    made = planned(KVAWARE, machine, model=model)
+    specs = [*made.router.specs("prefill"), *made.router.specs("decode")]
+    assert [spec.url for spec in specs] == [e.url for e in made.engines]
+    told = set()
+    for engine, spec in zip(made.engines, specs, strict=True):
+        config = json.loads(engine.argv[engine.argv.index("--kv-events-config") + 1])
+        assert spec.kv_events is not None
+        assert (spec.kv_events.events, spec.kv_events.replay) == (
+            config["endpoint"],
+            config["replay_endpoint"],
+        )
+        told |= {spec.kv_events.events, spec.kv_events.replay}
+    assert len(told) == 2 * len(made.engines)
+    assert made.sockets is not None
+    assert {Path(str(where).removeprefix("ipc://")).parent for where in told} == {made.sockets}
+    assert not made.sockets.exists(), "a plan makes nothing"
+
+
+def test_without_kvaware_nothing_is_published(model: Path, machine: Machine) -> None:
+    made = planned(S3, machine, model=model)
+    assert made.sockets is None
+    assert not any("kv-events" in arg for p in made.processes for arg in p.argv)
 
 
 def test_the_router_knows_the_size_of_the_prefillers_blocks(model: Path, machine: Machine) -> None:
@@ -284,8 +311,6 @@ def full(model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", CHANGES)
 def test_what_is_acted_on_changes_the_plan(full: dict[str, Any], machine: Machine, path: str) -> None:
-    if path == "spec.intelligentRoutingSpec.routingStrategy":
-        full["spec"]["pdSpec"]["prefillSpec"]["replicas"] = 2  # with one prefiller there is nothing to choose
     before = outcome(full, machine)
     assert isinstance(before, dict)
     assert outcome(with_value(full, path, CHANGES[path]), machine) != before

@@ -150,6 +150,10 @@ async def main():
     async with reaper() as guard:
         process = await Process.start(spec, Path(sys.argv[1]))
         guard.started(process.pid)
+        folder = Path(sys.argv[2])
+        folder.mkdir()
+        (folder / "a socket").touch()
+        guard.made(folder)
         print(process.pid, flush=True)
         await asyncio.Event().wait()
 
@@ -157,18 +161,21 @@ asyncio.run(main())
 """
 
 
-async def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    log = tmp_path / "p.log"
+async def test_it_ends_when_its_parent_is_killed_and_what_was_made_goes(tmp_path: Path) -> None:
+    log, made = tmp_path / "p.log", tmp_path / "made"
     parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(log), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", PARENT, str(log), str(made), stdout=asyncio.subprocess.PIPE
     )
     assert parent.stdout is not None
     child = int(await parent.stdout.readline())
     await written(log)
     assert not gone(child)
+    assert made.exists()
     parent.kill()
     await parent.wait()
     await eventually(lambda: gone(child))
+    await eventually(lambda: not made.exists())
+    assert log.exists()
 
 
 async def test_the_reaper_ends_what_is_listed_and_nothing_else(start: Start) -> None:

@@ -90,7 +90,7 @@ class Endpoint:
             answer = await self.client.get("/ready")
             fleet = self.app.fleet
             decoders = fleet.ready(EngineRole.DECODE)
-            pairs = sum(len(fleet.prefillers_for(d)) for d in decoders)
+            pairs = sum(len(fleet.prefillers_for(d).all) for d in decoders)
             return answer.status_code == 200 and pairs == len(self.prefill) * len(self.decode)
 
         await eventually(all_proved)
@@ -131,6 +131,7 @@ async def start() -> AsyncIterator[Start]:
                     "routing_strategy": "roundrobin",
                     "drain_timeout": 1.0,
                     "answer_timeout": 0.0,
+                    "ramp_up": 0.0,
                     **options,
                 },
             )
@@ -191,7 +192,7 @@ async def lab(no_task_left: None, start: Start, monkeypatch: pytest.MonkeyPatch)
         keep("handovers", "Handovers", Handovers, pace=pace)
         keep("budgets", "Budgets", Budgets)
         keep("line", "Line", Line)
-        keep("members", "StaticDiscovery", Members)
+        keep("members", "discovery_of", Members)
 
         def replace(prefillers: list[FakeEngine], decoders: list[FakeEngine]) -> None:
             made.decode = [

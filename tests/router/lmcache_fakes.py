@@ -4,7 +4,7 @@ writes into it, and its notifications over a real ZMQ socket."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from tandem.config import RouterConfig
 from tandem.http import Request, Responder, serve
 from tandem.router.budgets import Budgets
 from tandem.router.discovery import Member
@@ -59,9 +60,9 @@ class Watched(Notifications):
 class Members:
     """Discovery that finds all engines until a test takes some away."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
-        members = [Member(url, EngineRole.PREFILL) for url in prefill]
-        members += [Member(url, EngineRole.DECODE) for url in decode]
+    def __init__(self, config: RouterConfig) -> None:
+        members = [Member(url, EngineRole.PREFILL) for url in config.prefill]
+        members += [Member(url, EngineRole.DECODE) for url in config.decode]
         self.known = frozenset(members)
         self._changed = asyncio.Event()
 
@@ -318,7 +319,7 @@ class Lab:
         names = {fake.url: fake.name for fake in (*self.prefill, *self.decode)}
         fleet = self.endpoint.app.fleet
         ready = fleet.ready(EngineRole.DECODE)
-        return {(names[p.url], names[d.url]) for d in ready for p in fleet.prefillers_for(d)}
+        return {(names[p.url], names[d.url]) for d in ready for p in fleet.prefillers_for(d).all}
 
     @property
     def reserved(self) -> int:

@@ -17,7 +17,8 @@ from tandem.router.canary import Prober
 from tandem.router.connectors import Nixl
 from tandem.router.counting import Counter
 from tandem.router.discovery import Member
-from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.engines import Engine, EngineRole, State
+from tandem.router.fleet import Fleet
 from tandem.router.handover import Handovers
 from tandem.router.legs import Legs
 from tandem.router.notifications import Notifications
@@ -113,7 +114,7 @@ class Probed:
         """Prefiller and decoder of each pair that may be used."""
         names = {s.url: s.name for s in (*self.prefill, *self.decode)}
         ready = self.fleet.ready(EngineRole.DECODE)
-        return {(names[p.url], names[d.url]) for d in ready for p in self.fleet.prefillers_for(d)}
+        return {(names[p.url], names[d.url]) for d in ready for p in self.fleet.prefillers_for(d).all}
 
 
 @pytest.fixture

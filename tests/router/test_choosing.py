@@ -11,7 +11,7 @@ from tandem.config import RouterConfig
 from tandem.http import Origin
 from tandem.prompt import NotExact, PromptCounter, Tokens
 from tandem.router.engines import Engine, EngineRole
-from tandem.router.strategies import STRATEGIES, Prompt
+from tandem.router.strategies import Prompt, make
 
 from .conftest import LONG, Endpoint, Start
 from .fakes import FakeEngine, eventually
@@ -64,16 +64,16 @@ def test_prefixaware_knows_the_size_of_the_engines_blocks() -> None:
     config = RouterConfig(decode=("http://d:1",), kv_block_size=128)
     url = "http://p:1"
     engine = Engine(url, EngineRole.PREFILL, Origin.parse(url))
-    strategy, ids = STRATEGIES["prefixaware"](config), list(range(331))
+    strategy, ids = make(config).strategy, list(range(331))
     strategy.sent(Prompt(len(ids), ids), engine)
     assert strategy.choose(Prompt(len(ids), ids), [engine]).hit_tokens == 256
 
 
-async def test_prefixaware_says_when_it_cannot_know_prompts(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    await start(prefill=2, routing_strategy="prefixaware")
-    assert "strategy prefixaware goes by load alone" in caplog.text
+async def test_prefixaware_knows_prompts_also_where_engines_count_them(start: Start) -> None:
+    endpoint = await start(prefill=2, routing_strategy="prefixaware", kv_block_size=BLOCK, explain=True)
+    await endpoint.post(prompt(3 * TEXT))
+    again = await endpoint.post(prompt(3 * TEXT), x_tandem_explain="1")
+    assert int(again.headers["x-tandem-prefill-expected-hit"]) > BLOCK
 
 
 async def test_prefixaware_sends_what_begins_alike_to_the_same_prefiller(start: Start) -> None:
@@ -123,7 +123,7 @@ async def test_prefixaware_counts_every_prompt_even_where_all_are_disaggregated(
 
 @pytest.mark.parametrize("header", ["x-session-id", "X-Conversation"])
 async def test_session_sends_a_session_to_the_same_prefiller(start: Start, header: str) -> None:
-    endpoint = await start(prefill=4, routing_strategy="session", session_header=header)
+    endpoint = await start(prefill=4, routing_strategy="session", session_header=(header,))
     chosen: dict[str, int] = {}
     for session in ("anna", "ben", "cleo", "dan", "eve"):
         chosen[session] = await prefiller_of(endpoint, LONG, **{header: session})

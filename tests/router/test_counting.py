@@ -17,8 +17,9 @@ from tandem.router.body import Body
 from tandem.router.classify import Api, why_decode_only
 from tandem.router.counting import _SAMPLE, Counter
 from tandem.router.counting_process import CountingProcess, Unavailable
-from tandem.router.engines import Engine, EngineRole, Fleet
+from tandem.router.engines import Engine, EngineRole
 from tandem.router.errors import ApiError
+from tandem.router.fleet import Fleet
 from tandem.router.legs import Legs
 from tandem.router.strategies import Prompt
 
@@ -46,7 +47,7 @@ class Box:
         self.legs = Legs(client, RouterConfig(decode=(fake.url,)))
         self.decoder = Engine(fake.url, EngineRole.DECODE, Origin.parse(fake.url))
         self.fleet.add(self.decoder)
-        self.fleet.prove_decoder(self.decoder, [{"id": "m"}])
+        self.fleet.prove(self.decoder, [{"id": "m"}])
 
     async def checked(self, local: PromptCounter | None) -> Counter:
         counter = Counter(local, self.legs, self.fleet)
@@ -79,7 +80,7 @@ async def test_counts_that_differ_from_the_engines_are_made_by_it_and_an_error_s
     box: Box, caplog: pytest.LogCaptureFixture
 ) -> None:
     counter = await box.checked(local_counter(off=1))
-    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, None)
+    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, 5 * [7])
     assert box.fake.tokenized[-1] == {"prompt": "abcde"}
     (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "token counts differ for /v1/completions" in error.getMessage()
@@ -93,7 +94,7 @@ async def test_ids_that_differ_count_as_much(box: Box, caplog: pytest.LogCapture
     box.fake.tokenize = 200, json.dumps({"count": len(here), "tokens": [*here[:-1], 8]}).encode()
     counter = await box.checked(local)
     box.fake.tokenize = None
-    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, None)
+    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, 5 * [7])
     assert "token ids differ for /v1/completions" in caplog.text
 
 
@@ -103,7 +104,7 @@ async def test_what_cannot_be_counted_here_is_not_compared_and_is_counted_by_an_
     counter = await box.checked(local_counter(fails=NotExact("model")))
     assert box.fake.tokenized == []
     assert "not compared" in caplog.text
-    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, None)
+    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, 5 * [7])
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
@@ -124,7 +125,7 @@ async def test_token_ids_are_counted_without_asking_an_engine_which_would_refuse
 async def test_without_a_tokenizer_nothing_is_compared(box: Box) -> None:
     counter = await box.checked(None)
     assert box.fake.tokenized == []
-    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, None)
+    assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, 5 * [7])
 
 
 CHAT: dict[str, Any] = {
@@ -197,14 +198,14 @@ async def test_another_decoder_counts_when_one_cannot(box: Box, how: str) -> Non
         counter = await box.checked(None)
         decoder = Engine(other.url, EngineRole.DECODE, Origin.parse(other.url))
         box.fleet.add(decoder)
-        box.fleet.prove_decoder(decoder, [])
+        box.fleet.prove(decoder, [])
         box.decoder.in_flight, decoder.in_flight = 0, 1  # the one that cannot is asked first
         if how == "gone":
             assert box.fake.server is not None
             await box.fake.server.close()
         else:
             box.fake.tokenize = 500, b"{}"
-        assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, None)
+        assert await counter.count(Api.COMPLETIONS, PROMPT) == Prompt(5, 5 * [7])
         assert len(other.tokenized) == 1
         assert box.fleet.ready(EngineRole.DECODE) == sorted(
             [decoder] if how == "gone" else [decoder, box.decoder], key=lambda e: e.url
@@ -214,7 +215,7 @@ async def test_another_decoder_counts_when_one_cannot(box: Box, how: str) -> Non
 async def test_without_a_decoder_nothing_can_be_counted(box: Box) -> None:
     counter = await box.checked(None)
     box.fleet.lost(box.decoder, "gone")
-    with pytest.raises(ApiError, match="No decode engine is ready") as error:
+    with pytest.raises(ApiError, match="No engine is ready") as error:
         await counter.count(Api.COMPLETIONS, PROMPT)
     assert error.value.status == 503
 
@@ -269,7 +270,7 @@ async def test_what_the_process_cannot_count_now_is_counted_by_an_engine(
     box: Box, caplog: pytest.LogCaptureFixture
 ) -> None:
     counter = counter_with(Process(Unavailable("it died")), box)
-    assert await counter.count(Api.COMPLETIONS, completion("a" * 900)) == Prompt(900, None)
+    assert await counter.count(Api.COMPLETIONS, completion("a" * 900)) == Prompt(900, 900 * [7])
     assert len(box.fake.tokenized) == 1
     assert "it died" in caplog.text
     assert (await counter.count(Api.COMPLETIONS, completion([1] * 900))).tokens == 900

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.http import Origin
-from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.engines import Engine, EngineRole, State
+from tandem.router.fleet import Fleet
 
 PREFILL, DECODE = EngineRole.PREFILL, EngineRole.DECODE
 
@@ -34,7 +35,7 @@ class Box:
 
     def decoders_ready(self, *decoders: Engine) -> None:
         for decoder in decoders:
-            self.fleet.prove_decoder(decoder, [])
+            self.fleet.prove(decoder, [])
 
     def prove(self, prefiller: Engine, decoder: Engine) -> bool:
         return self.fleet.prove_pair(prefiller, decoder, self.fleet.pair(prefiller, decoder))
@@ -59,8 +60,8 @@ def test_a_prefiller_serves_only_decoders_that_have_read_its_kv(box: Box) -> Non
     box.decoders_ready(box.d0, box.d1)
     box.prove(box.p0, box.d0)
     box.prove(box.p1, box.d1)
-    assert box.fleet.prefillers_for(box.d0) == [box.p0]
-    assert box.fleet.prefillers_for(box.d1) == [box.p1]
+    assert box.fleet.prefillers_for(box.d0).all == [box.p0]
+    assert box.fleet.prefillers_for(box.d1).all == [box.p1]
     assert box.fleet.is_proved(box.p0, box.d0)
     assert not box.fleet.is_proved(box.p0, box.d1)
 
@@ -78,8 +79,8 @@ def test_a_lost_engine_takes_its_proofs_with_it(box: Box, lost: str) -> None:
         box.decoders_ready(gone)  # back, and no pair of it is proved yet
     else:
         assert box.prove(gone, box.d1)  # back, and proved with one decoder
-    assert box.fleet.prefillers_for(box.d0) == ([] if lost == "d0" else [box.p1])
-    assert box.fleet.prefillers_for(box.d1) == [box.p0, box.p1]
+    assert box.fleet.prefillers_for(box.d0).all == ([] if lost == "d0" else [box.p1])
+    assert box.fleet.prefillers_for(box.d1).all == [box.p0, box.p1]
 
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])
@@ -100,7 +101,7 @@ def test_a_proof_that_began_before_one_of_the_pair_was_lost_proves_nothing(
         assert box.prove(gone, box.d1)
     assert not box.fleet.prove_pair(box.p0, box.d0, begun)
     assert not box.fleet.is_proved(box.p0, box.d0)
-    assert box.fleet.prefillers_for(box.d0) == []
+    assert box.fleet.prefillers_for(box.d0).all == []
 
 
 def test_an_engine_that_is_removed_is_forgotten(box: Box) -> None:
@@ -146,19 +147,20 @@ def test_without_prefillers_a_decoder_is_enough() -> None:
     assert fleet.missing == "no decode engine is ready: none is configured"
     decoder = engine("d", DECODE)
     fleet.add(decoder)
-    fleet.prove_decoder(decoder, [])
+    fleet.prove(decoder, [])
     assert fleet.missing is None
 
 
 def test_models_are_those_of_ready_decoders_each_once(box: Box) -> None:
-    assert (box.fleet.models, box.fleet.model_ids, box.fleet.max_model_len) == ([], frozenset(), None)
-    box.fleet.prove_decoder(box.d0, [{"id": "a", "max_model_len": 1}])
-    box.fleet.prove_decoder(box.d1, [{"id": "a", "max_model_len": 2}, {"id": "b"}, {"object": "no id"}])
+    assert (box.fleet.models, box.fleet.model_ids) == ([], frozenset())
+    assert box.fleet.group(None).max_model_len is None
+    box.fleet.prove(box.d0, [{"id": "a", "max_model_len": 1}])
+    box.fleet.prove(box.d1, [{"id": "a", "max_model_len": 2}, {"id": "b"}, {"object": "no id"}])
     assert [m["id"] for m in box.fleet.models] == ["a", "b"]
     assert box.fleet.model_ids == {"a", "b"}
-    assert box.fleet.max_model_len == 2
+    assert box.fleet.group(None).max_model_len == 2
     box.fleet.lost(box.d1, "gone")
-    assert (box.fleet.model_ids, box.fleet.max_model_len) == ({"a"}, 1)
+    assert (box.fleet.model_ids, box.fleet.group(None).max_model_len) == ({"a"}, 1)
 
 
 def test_a_request_is_in_flight_until_its_block_ends_in_whatever_way(box: Box) -> None:
@@ -210,12 +212,12 @@ def test_a_suspect_prefiller_keeps_its_proofs_and_is_used_where_no_other_can_be(
     box.prove(box.p0, box.d1)
     for _ in range(5):
         box.fleet.failed(box.p0)
-    assert box.fleet.prefillers_for(box.d0) == [box.p1]
-    assert box.fleet.prefillers_for(box.d1) == [box.p0], "the only one that it can read"
+    assert box.fleet.prefillers_for(box.d0).all == [box.p1]
+    assert box.fleet.prefillers_for(box.d1).all == [box.p0], "the only one that it can read"
     assert box.prove(box.p0, box.d1)
     assert box.p0.state is State.SUSPECT, "one pair is not all of them"
     box.fleet.worked(box.p0)
-    assert box.fleet.prefillers_for(box.d0) == [box.p0, box.p1]
+    assert box.fleet.prefillers_for(box.d0).all == [box.p0, box.p1]
 
 
 def test_an_engine_that_is_out_of_use_is_not_made_suspect_and_comes_back_unsuspected(box: Box) -> None:
@@ -231,7 +233,7 @@ def test_an_engine_that_is_out_of_use_is_not_made_suspect_and_comes_back_unsuspe
     for _ in range(4):
         box.fleet.failed(box.d0)
         box.fleet.failed(box.p0)
-    assert box.fleet.prefillers_for(box.d0) == [box.p0]
+    assert box.fleet.prefillers_for(box.d0).all == [box.p0]
     assert box.d0.state is box.p0.state is State.READY
     for _ in range(5):
         box.fleet.failed(box.d0)
@@ -302,7 +304,7 @@ def test_a_decoder_that_was_restarted_is_met_only_by_prefillers_that_were_too(
     assert wary.fleet.may_meet(wary.p0, wary.d0)
     assert wary.prove(wary.p0, wary.d0)
     assert not wary.fleet.may_meet(wary.p1, wary.d0)
-    assert wary.fleet.prefillers_for(wary.d0) == [wary.p0]
+    assert wary.fleet.prefillers_for(wary.d0).all == [wary.p0]
 
 
 def test_a_pair_is_spoilt_by_having_met_even_where_no_kv_went_across(wary: Box) -> None:
@@ -372,7 +374,7 @@ def test_a_fleet_answers_right_whatever_happened_to_it(steps: list[tuple[str, in
             spoilt |= {p for p in begun if chosen in p}
         elif step == "decoder" and decoder in naive.members:
             naive.models[decoder] = [{"id": f"m{j}", "max_model_len": 10 * i + j}]
-            fleet.prove_decoder(decoder, naive.models[decoder])
+            fleet.prove(decoder, naive.models[decoder])
             naive.ready.add(decoder)
         elif step == "begin" and decoder in naive.ready and prefiller in naive.members:
             begun[pair] = fleet.pair(*pair)
@@ -390,11 +392,12 @@ def test_a_fleet_answers_right_whatever_happened_to_it(steps: list[tuple[str, in
         assert [fleet.of(r) for r in EngineRole] == [naive.by_url(r, naive.members) for r in EngineRole]
         for d in engines[:3]:
             readable = [p for p in naive.by_url(PREFILL, naive.ready) if (p, d) in naive.proved]
-            assert fleet.prefillers_for(d) == (readable if d in naive.ready else [])
+            assert fleet.prefillers_for(d).all == (readable if d in naive.ready else [])
             assert all(fleet.is_proved(p, d) is ((p, d) in naive.proved) for p in engines[3:])
         assert fleet.models == list(cards.values())
         assert fleet.model_ids == cards.keys()
-        assert fleet.max_model_len == max((m["max_model_len"] for m in cards.values()), default=None)
+        lengths = [m["max_model_len"] for d in decoders for m in naive.models[d]]
+        assert fleet.group(None).max_model_len == max(lengths, default=None)
         serves = bool(decoders) and (
             not naive.by_url(PREFILL, naive.members) or any(d in naive.ready for _, d in naive.proved)
         )

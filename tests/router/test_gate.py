@@ -13,8 +13,9 @@ import pytest
 
 from tandem.config import RouterConfig
 from tandem.http import Origin, Responder, serve
-from tandem.router.engines import Engine, EngineRole, Fleet
+from tandem.router.engines import Engine, EngineRole
 from tandem.router.errors import TooManyRequests
+from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.sim import virtual
 
@@ -34,7 +35,7 @@ def decoders(count: int, *, ready: int) -> tuple[Fleet, list[Engine]]:
     for engine in engines:
         fleet.add(engine)
     for engine in engines[:ready]:
-        fleet.prove_decoder(engine, [])
+        fleet.prove(engine, [])
     return fleet, engines
 
 
@@ -90,10 +91,10 @@ async def test_a_decoder_that_comes_into_use_lets_in_who_waits() -> None:
     visitors = [Visitor(shared) for _ in range(7)]
     await settled()
     assert [v.inside.is_set() for v in visitors] == [True] * 2 + [False] * 5
-    fleet.prove_decoder(engines[1], [])
+    fleet.prove(engines[1], [])
     await settled()
     assert [v.inside.is_set() for v in visitors] == [True] * 4 + [False] * 3
-    fleet.prove_decoder(engines[2], [])
+    fleet.prove(engines[2], [])
     await settled()
     assert [v.inside.is_set() for v in visitors] == [True] * 6 + [False]
     for visitor in visitors:

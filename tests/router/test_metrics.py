@@ -10,7 +10,7 @@ import pytest
 
 from tandem.http import Responder
 from tandem.router.engines import Engine
-from tandem.router.strategies import STRATEGIES, Choice, Prompt, RoundRobin
+from tandem.router.strategies import Choice, Made, Prompt, RoundRobin
 
 from .conftest import CHAT, LONG, SHORT, Start
 from .fakes import DONE, ROLE, SSE, FakeEngine, OnGenerate, Seen, broken, chunk, eventually, hang, reads_kv
@@ -190,7 +190,7 @@ async def test_a_failure_that_nobody_foresaw_is_a_failure(
         def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Choice:
             raise KeyError("a mistake of ours")
 
-    monkeypatch.setitem(STRATEGIES, "roundrobin", lambda config: Broken())
+    monkeypatch.setattr("tandem.router.app.make", lambda config: Made(Broken()))
     endpoint = await start()
     answer = await endpoint.post(LONG)
     assert answer.status_code == 500

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.http import Headers, Responder, Response
-from tandem.router.relay import StreamRelay, what_is_wrong
+from tandem.router.relay import StreamRelay, judge
 
 from .fakes import DONE, ERROR, ROLE, chunk
 
@@ -135,4 +135,4 @@ def test_what_is_held_before_the_second_event_is_bounded(size: int, places: list
     ],
 )
 def test_a_whole_answer_with_status_200_may_be_none(body: bytes, wrong: Any) -> None:
-    assert what_is_wrong(body) == wrong
+    assert judge(body)[0] == wrong

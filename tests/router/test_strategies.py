@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import STRATEGIES as CONFIGURABLE
+from tandem.config import RouterConfig
 from tandem.http import Origin
 from tandem.router.engines import Engine, EngineRole
-from tandem.router.strategies import STRATEGIES, LeastLoaded, Prompt, RoundRobin, Strategy
+from tandem.router.strategies import LeastLoaded, Prompt, RoundRobin, Strategy, make
 
 
 def engines(*names: str) -> list[Engine]:
@@ -20,11 +21,30 @@ def engines(*names: str) -> list[Engine]:
 
 
 def turns(strategy: Strategy, candidates: list[Engine], count: int) -> str:
-    return "".join(strategy.choose(Prompt(), candidates).engine.origin.authority[0] for _ in range(count))
+    taken = ""
+    for _ in range(count):
+        engine = strategy.choose(Prompt(), candidates).engine
+        strategy.sent(Prompt(), engine)
+        taken += engine.origin.authority[0]
+    return taken
 
 
-def test_every_strategy_that_can_be_configured_is_there() -> None:
-    assert set(STRATEGIES) == set(CONFIGURABLE)
+@pytest.mark.parametrize("name", CONFIGURABLE)
+def test_every_strategy_that_can_be_configured_is_there(name: str) -> None:
+    made = make(RouterConfig(decode=("http://d:1",), routing_strategy=name))
+    assert type(made.strategy).__name__.lower() == name
+    assert made.strategy.reads_prompts == (made.prefixes is not None)
+    assert (made.index is not None) == (name == "kvaware")
+
+
+@pytest.mark.parametrize("name", CONFIGURABLE)
+def test_what_would_be_chosen_can_be_asked_without_taking_a_turn(name: str) -> None:
+    strategy = make(RouterConfig(decode=("http://d:1",), routing_strategy=name)).strategy
+    candidates = engines("a", "b", "c")
+    asked = [strategy.choose(Prompt(session="s"), candidates).engine for _ in range(5)]
+    assert strategy.choose(Prompt(session="s"), candidates).engine in asked
+    if name in ("roundrobin", "session"):
+        assert len(set(asked)) == 1
 
 
 def test_round_robin_takes_engines_in_turn() -> None:

@@ -1,5 +1,6 @@
 """Configuration that one part of Tandem renders and another reads."""
 
+from tandem.config.engines import EngineSpec, Subscription, engine_labels, engine_spec, engine_url
 from tandem.config.router import (
     STRATEGIES,
     RouterConfig,
@@ -8,11 +9,18 @@ from tandem.config.router import (
     router_argv,
     router_config,
 )
+from tandem.config.values import dns_source
 
 __all__ = [
     "STRATEGIES",
+    "EngineSpec",
     "RouterConfig",
+    "Subscription",
     "add_router_arguments",
+    "dns_source",
+    "engine_labels",
+    "engine_spec",
+    "engine_url",
     "flags_table",
     "router_argv",
     "router_config",

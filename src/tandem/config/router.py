@@ -7,113 +7,28 @@ with `add_router_arguments` and `router_config`. Both directions come from the o
 from __future__ import annotations
 
 import argparse
-import json
-import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-STRATEGIES = ("prefixaware", "session", "roundrobin")
+from tandem.config.engines import EngineSpec, Subscription, engine_spec, engine_text
+from tandem.config.values import (
+    ReceiverPorts,
+    between,
+    checked,
+    dns_source,
+    field_name,
+    header_name,
+    json_object,
+    label_name,
+    listen_address,
+    one_of,
+    receiver_ports,
+)
+
+STRATEGIES = ("prefixaware", "kvaware", "session", "roundrobin")
 CONNECTORS = ("nixl", "lmcache")
-
-
-def engine_url(text: str) -> str:
-    """`http://host:port` of an engine; a ValueError says what is wrong with anything else."""
-    parts = urlsplit(text)
-    if parts.scheme != "http":
-        raise ValueError(f"{text!r} is not an http:// URL (engines are reached without TLS)")
-    if not parts.hostname or parts.port is None:
-        raise ValueError(f"{text!r} needs a host and a port, as in http://10.0.0.7:8081")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{text!r} must be a bare origin, as in http://10.0.0.7:8081")
-    return f"http://{parts.netloc}"
-
-
-@dataclass(frozen=True)
-class ReceiverPorts:
-    """Where a decode engine's LMCache takes KV; `host` is None where it is the engine's own."""
-
-    host: str | None
-    init: tuple[int, ...]
-    alloc: tuple[int, ...]
-
-
-def receiver_ports(text: str) -> ReceiverPorts:
-    """`[HOST:]INIT[,INIT…]:ALLOC[,ALLOC…]`, one port of each kind for each rank; else a ValueError."""
-    host, colon, ports = text.rpartition(":")
-    host, given, inits = host.rpartition(":") if colon else ("", "", "")
-    try:
-        init, alloc = (tuple(_port(p) for p in part.split(",")) for part in (inits, ports))
-    except ValueError as error:
-        raise ValueError(
-            f"{text!r} is not [HOST:]INIT[,INIT…]:ALLOC[,ALLOC…], as in 10.0.0.8:7300:7400: {error}"
-        ) from None
-    if len(init) != len(alloc):
-        raise ValueError(f"{text!r} has {len(init)} init ports and {len(alloc)} alloc ports")
-    if given and not host:
-        raise ValueError(f"{text!r} has an empty host")
-    return ReceiverPorts(host or None, init, alloc)
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise ValueError(f"{text!r} is not a port")
-    return int(text)
-
-
-def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """A parser that keeps the text as it is once `check` has accepted it."""
-
-    def parse(text: str) -> str:
-        check(text)
-        return text
-
-    return parse
-
-
-def _header_name(text: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9-]+", text):
-        raise ValueError(f"{text!r} is not the name of a header, as in x-session-id")
-
-
-def _listen_address(text: str) -> None:
-    host, colon, port = text.rpartition(":")
-    if not host or not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f"{text!r} is not HOST:PORT, as in 0.0.0.0:7500")
-
-
-def _between(low: float, high: float, kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            noun = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{text!r} is not {noun}") from None
-        if not low <= value <= high:
-            raise ValueError(f"{text} is outside {low:g} … {high:g}")
-        return value
-
-    return parse
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError(f"{text!r} is not one of {', '.join(names)}")
-        return text
-
-    return parse
-
-
-def _json_object(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object")
-    return text
 
 
 def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING) -> Any:
@@ -126,27 +41,83 @@ class RouterConfig:
     """What one router process is started with. Times are seconds, sizes are bytes."""
 
     host: str = _option("address to listen on", default="127.0.0.1")
-    port: int = _option("port to listen on; 0 takes a free one", _between(0, 65535, int), 8000)
-    prefill: tuple[str, ...] = _option("base URLs of the prefill engines", engine_url, ())
-    decode: tuple[str, ...] = _option("base URLs of the decode engines", engine_url, ())
+    port: int = _option("port to listen on; 0 takes a free one", between(0, 65535, int), 8000)
+    prefill: tuple[str, ...] = _option(
+        "base URLs of the prefill engines; after a comma labels, as in http://10.0.0.7:8081,zone=a",
+        engine_text,
+        (),
+    )
+    decode: tuple[str, ...] = _option("base URLs of the decode engines", engine_text, ())
+    engine: tuple[str, ...] = _option(
+        "base URLs of engines without a role, each of which serves whole requests", engine_text, ()
+    )
     routing_threshold: int = _option(
-        "prompt tokens from which a request is disaggregated; 0 = always", _between(0, 2**31 - 1, int), 4096
+        "prompt tokens from which a request is disaggregated; 0 = always", between(0, 2**31 - 1, int), 4096
     )
     routing_strategy: str = _option(
-        f"how the prefiller is chosen: {', '.join(STRATEGIES)}", _one_of(STRATEGIES), "prefixaware"
+        f"how the prefiller, or an engine without a role, is chosen: {', '.join(STRATEGIES)}",
+        one_of(STRATEGIES),
+        "prefixaware",
     )
-    session_header: str = _option(
-        "request header whose value names a session, for the strategy session",
-        _checked(_header_name),
-        "x-session-id",
+    session_header: tuple[str, ...] = _option(
+        "request headers whose value names a session, for the strategy session; the first that is there "
+        "counts (default x-session-id)",
+        checked(header_name),
+        (),
+    )
+    session_field: str | None = _option(
+        "field of the body whose text names a session where no header does, as in user",
+        checked(field_name),
+        None,
     )
     kv_block_size: int = _option(
-        "tokens of the engines' KV blocks (their --block-size), for the strategy prefixaware",
-        _between(1, 65_536, int),
+        "tokens of the engines' KV blocks (their --block-size), for the strategies prefixaware and kvaware",
+        between(1, 65_536, int),
         16,
     )
+    kv_events: str | None = _option(
+        "where engines publish KV events, for the strategy kvaware; * is the engine's own host, as in "
+        "tcp://*:5557. An engine's own is given as in http://10.0.0.7:8081,kv-events=tcp://10.0.0.7:5557",
+        checked(Subscription),
+        None,
+    )
+    kv_replay: str | None = _option(
+        "where they replay those that were missed, as in tcp://*:6557", checked(Subscription), None
+    )
+    kv_ranks: int = _option(
+        "data-parallel ranks of an engine, each of which publishes on a port higher by one",
+        between(1, 4096, int),
+        1,
+    )
+    kv_index_blocks: int = _option(
+        "KV blocks that the index of kvaware keeps in all, about 170 bytes each",
+        between(1, 2**31 - 1, int),
+        4_000_000,
+    )
+    uncached_threshold: bool = _option(
+        "do not count towards --routing-threshold what the chosen decoder has in its cache already",
+        default=False,
+    )
+    pair_labels: tuple[str, ...] = _option(
+        "labels in which a prefill and a decode engine that both have them must agree to be used together "
+        "(default model, revision, kv-layout; with --connector lmcache also tp)",
+        checked(label_name),
+        (),
+    )
+    discover_file: str | None = _option("file that lists engines; it is watched", default=None)
+    discover_dns: tuple[str, ...] = _option(
+        "ROLE=NAME:PORT (addresses of a name) or ROLE=_SERVICE._tcp.NAME (SRV records); ROLE is prefill, "
+        "decode or both",
+        checked(dns_source),
+        (),
+    )
+    ramp_up: float = _option(
+        "seconds in which an engine that joins others, or comes back, reaches its full share of requests",
+        between(0, 3600, float),
+        30.0,
+    )
     connector: str = _option(
-        f"KV connector of the engines: {', '.join(CONNECTORS)}", _one_of(CONNECTORS), "nixl"
+        f"KV connector of the engines: {', '.join(CONNECTORS)}", one_of(CONNECTORS), "nixl"
     )
     model_path: str | None = _option("folder of the model: its tokenizer and chat template", default=None)
     tokenizer: str | None = _option("folder of the tokenizer, when it is not the model's", default=None)
@@ -154,159 +125,204 @@ class RouterConfig:
         "chat template (file or text), when it is not the model's; the same as the engines'", default=None
     )
     chat_template_content_format: str = _option(
-        "auto, string or openai; the same as the engines'", _one_of(("auto", "string", "openai")), "auto"
+        "auto, string or openai; the same as the engines'", one_of(("auto", "string", "openai")), "auto"
+    )
+    counted_model: tuple[str, ...] = _option(
+        "model names that --model-path is for, where engines serve several; default: all. Prompts for others "
+        "are counted by engines",
+        default=(),
     )
     default_chat_template_kwargs: str | None = _option(
-        "JSON object of template arguments; the same as the engines'", _json_object, None
+        "JSON object of template arguments; the same as the engines'", json_object, None
     )
     exclude_tools_when_tool_choice_none: bool = _option(
         "leave tools out of the prompt when tool_choice is none; as the engines do", default=False
     )
     max_model_len: int | None = _option(
-        "longest context in tokens; the same as the engines'", _between(1, 2**31 - 1, int), None
+        "longest context in tokens; the same as the engines'", between(1, 2**31 - 1, int), None
     )
     count_in_process_bytes: int = _option(
         "bodies from so many bytes on (lists of token ids from an eighth of it) are counted in a process of "
         "their own, so that streams do not wait for them; 0 = none, and no such process",
-        _between(0, 2**31 - 1, int),
+        between(0, 2**31 - 1, int),
         65_536,
     )
     count_cache_bytes: int = _option(
         "bytes of chats and their token ids that are remembered, so that a growing chat is not tokenized "
         "from its start again; in the router and in its counting process each; 0 = none",
-        _between(0, 2**40, int),
+        between(0, 2**40, int),
         33_554_432,
     )
     served_model_name: tuple[str, ...] = _option(
         "model names that requests may use; default: those the engines report", default=()
     )
     connect_timeout: float = _option(
-        "longest wait for a connection to an engine, in seconds", _between(0.05, 600, float), 3.0
+        "longest wait for a connection to an engine, in seconds", between(0.05, 600, float), 3.0
     )
     prefill_timeout: float = _option(
         "longest wait for the prefill leg's answer, in seconds; --seconds-per-1000-tokens adds to it",
-        _between(0.1, 86_400, float),
+        between(0.1, 86_400, float),
         60.0,
     )
     first_token_timeout: float = _option(
         "longest wait for the decode leg's first token, in seconds; --seconds-per-1000-tokens adds to it",
-        _between(0.1, 86_400, float),
+        between(0.1, 86_400, float),
         60.0,
     )
     answer_timeout: float = _option(
         "what an answer that is not streamed may take beyond that, in seconds: it comes whole at its end",
-        _between(0, 86_400, float),
+        between(0, 86_400, float),
         600.0,
     )
     seconds_per_1000_tokens: float = _option(
         "what every thousand prompt tokens that an engine has to compute first add to those two time-outs: "
         "the slowest pace at which it still counts as alive",
-        _between(0, 3600, float),
+        between(0, 3600, float),
         20.0,
     )
     stream_idle_timeout: float = _option(
-        "longest silence in the middle of an answer, in seconds", _between(0.1, 86_400, float), 300.0
+        "longest silence in the middle of an answer, in seconds", between(0.1, 86_400, float), 300.0
     )
     max_attempts: int = _option(
-        "prefill legs, and decode legs, that one request may take in all", _between(1, 16, int), 3
+        "prefill legs, and decode legs, that one request may take in all", between(1, 16, int), 3
     )
     retry_ratio: float = _option(
         "retries for each request in the long run; beside these, 50 at once and 1 a second are free",
-        _between(0, 10, float),
+        between(0, 10, float),
         0.2,
     )
     suspect_after: int = _option(
         "failed legs in a row after which an engine is used only where no other is left, until it has "
         "answered a canary",
-        _between(1, 10_000, int),
+        between(1, 10_000, int),
         5,
     )
     max_fallbacks: int = _option(
-        "long prompts that decoders may compute at once when no prefiller can", _between(0, 10_000, int), 2
+        "long prompts that decoders may compute at once when no prefiller can", between(0, 10_000, int), 2
     )
     max_fallback_tokens: int = _option(
-        "tokens of such prompts at once; one alone may have more", _between(0, 2**31 - 1, int), 32_768
+        "tokens of such prompts at once; one alone may have more", between(0, 2**31 - 1, int), 32_768
     )
     reservation_timeout: float = _option(
         "longest wait for room in a decoder's receive buffer, in seconds; then a decoder computes the prompt",
-        _between(0, 3600, float),
+        between(0, 3600, float),
         30.0,
     )
     reservation_queue: int = _option(
-        "requests that may wait for room in a receive buffer", _between(0, 1_000_000, int), 256
+        "requests that may wait for room in a receive buffer", between(0, 1_000_000, int), 256
     )
     max_concurrent_requests: int | None = _option(
         "requests served at once for each decode engine in use (`requestLimits.maxConcurrentRequests`)",
-        _between(1, 2**31 - 1, int),
+        between(1, 2**31 - 1, int),
         None,
     )
     max_queue_size: int = _option(
         "requests that may wait beyond those, for each decode engine in use (`requestLimits.maxQueueSize`)",
-        _between(0, 2**31 - 1, int),
+        between(0, 2**31 - 1, int),
         0,
     )
-    queue_timeout: float = _option("longest wait in that queue, in seconds", _between(0, 60, float), 60.0)
+    queue_timeout: float = _option("longest wait in that queue, in seconds", between(0, 60, float), 60.0)
     overflow_status_code: int = _option(
-        "what the rest are answered (`requestLimits.overflowStatusCode`)", _between(400, 599, int), 429
+        "what the rest are answered (`requestLimits.overflowStatusCode`)", between(400, 599, int), 429
     )
     lmcache_receivers: tuple[str, ...] = _option(
         "where each decode engine's LMCache takes KV, in the order of --decode: [HOST:]INIT:ALLOC, ports of "
         "several ranks joined by commas; one value without a host is for all",
-        _checked(receiver_ports),
+        checked(receiver_ports),
         (),
     )
     lmcache_notify: str = _option(
         "HOST:PORT to listen on for prefillers' notifications (LMCache's pd_proxy_host and pd_proxy_port)",
-        _checked(_listen_address),
+        checked(listen_address),
         "127.0.0.1:7500",
     )
-    lmcache_chunk_size: int = _option("tokens of an LMCache chunk", _between(1, 1_000_000, int), 256)
+    lmcache_chunk_size: int = _option("tokens of an LMCache chunk", between(1, 1_000_000, int), 256)
     lmcache_buffer_chunks: int | None = _option(
         "chunks that a decode engine's receive buffer holds (pd_buffer_size over the bytes of a chunk)",
-        _between(1, 2**31 - 1, int),
+        between(1, 2**31 - 1, int),
         None,
     )
     lmcache_ranks: int = _option(
         "ranks of a prefill engine that send notifications: its tensor-parallel size",
-        _between(1, 4096, int),
+        between(1, 4096, int),
         1,
     )
     lmcache_step_tokens: int | None = _option(
         "tokens that a prefill engine computes in one step (its --max-num-batched-tokens); longer prompts, "
         "which are notified before they are whole, go to a decoder alone. Default: prompts take one step",
-        _between(1, 2**31 - 1, int),
+        between(1, 2**31 - 1, int),
         None,
     )
     notification_timeout: float = _option(
         "longest wait for notifications after the prefill leg's answer, in seconds",
-        _between(0.1, 600, float),
+        between(0.1, 600, float),
         10.0,
     )
     drain_delay: float = _option(
         "on SIGTERM, seconds in which requests are still taken while /ready says no",
-        _between(0, 600, float),
+        between(0, 600, float),
         0.0,
     )
     drain_timeout: float = _option(
-        "on SIGTERM, seconds that running answers may take to finish", _between(0, 86_400, float), 30.0
+        "on SIGTERM, seconds that running answers may take to finish", between(0, 86_400, float), 30.0
     )
-    explain: bool = _option("answer `x-tandem-explain: 1` with the path taken", default=False)
+    explain: bool = _option(
+        "answer `x-tandem-explain: 1` with the path taken, the engines compared and their scores",
+        default=False,
+    )
+    admin_host: str = _option("address of the admin port", default="127.0.0.1")
+    admin_port: int | None = _option(
+        "port for /engines, /admin/route and /metrics, which the public port then does not serve; 0 takes a "
+        "free one. Default: none",
+        between(0, 65535, int),
+        None,
+    )
     log_level: str = _option(
-        "least severe level logged", _one_of(("debug", "info", "warning", "error")), "info"
+        "least severe level logged", one_of(("debug", "info", "warning", "error")), "info"
     )
 
     def __post_init__(self) -> None:
-        if not self.decode:
-            raise ValueError("--decode: at least one decode engine is needed")
-        both = set(self.prefill) & set(self.decode)
-        if both:
-            raise ValueError(f"--prefill and --decode: {', '.join(sorted(both))} is in both")
-        for name in ("prefill", "decode"):
-            urls: tuple[str, ...] = getattr(self, name)
-            if len(set(urls)) != len(urls):
-                raise ValueError(f"--{name}: an engine is given twice")
+        if not (self.decode or self.engine or self.discover_file or self.discover_dns):
+            raise ValueError(
+                "--decode: at least one decode engine is needed; or engines without a role (--engine), or a "
+                "source of engines (--discover-file, --discover-dns)"
+            )
+        if self.prefill and not (self.decode or self.discover_file or self.discover_dns):
+            raise ValueError("--prefill: prefill engines need decode engines to hand over to (--decode)")
+        seen: dict[str, str] = {}
+        for name in ("prefill", "decode", "engine"):
+            for spec in self.specs(name):
+                if seen.get(spec.url) == name:
+                    raise ValueError(f"--{name}: {spec.url} is given twice")
+                if spec.url in seen:
+                    raise ValueError(f"--{seen[spec.url]} and --{name}: {spec.url} is in both")
+                seen[spec.url] = name
+        if self.kv_events is None and (self.kv_replay is not None or self.kv_ranks != 1):
+            raise ValueError("--kv-events: is needed with --kv-replay and --kv-ranks")
+        self.subscription("localhost")
         if self.connector == "lmcache":
             self._check_lmcache()
+
+    def specs(self, role: str) -> tuple[EngineSpec, ...]:
+        """The engines given for a role (`prefill`, `decode`, `engine`)."""
+        given: tuple[str, ...] = getattr(self, role)
+        return tuple(map(engine_spec, given))
+
+    def subscription(self, host: str) -> Subscription | None:
+        """Where an engine on a host publishes its KV events, unless it has a subscription of its own."""
+        if self.kv_events is None:
+            return None
+        return Subscription(self.kv_events, self.kv_replay, self.kv_ranks).at(host)
+
+    @property
+    def session_headers(self) -> tuple[str, ...]:
+        return self.session_header or ("x-session-id",)
+
+    @property
+    def pairing(self) -> tuple[str, ...]:
+        """The labels in which the engines of a pair must agree."""
+        tp = ("tp",) if self.connector == "lmcache" else ()
+        return self.pair_labels or ("model", "revision", "kv-layout", *tp)
 
     def _check_lmcache(self) -> None:
         if self.lmcache_buffer_chunks is None:
@@ -328,7 +344,7 @@ class RouterConfig:
     def receiver(self, decode_url: str) -> tuple[str, ReceiverPorts]:
         """The host and ports where a decode engine's LMCache takes KV (`--connector lmcache`)."""
         many = len(self.lmcache_receivers) > 1
-        at = self.decode.index(decode_url) if many else 0
+        at = [spec.url for spec in self.specs("decode")].index(decode_url) if many else 0
         ports = receiver_ports(self.lmcache_receivers[at])
         return ports.host or urlsplit(decode_url).hostname or "", ports
 
@@ -342,9 +358,16 @@ def _flag(f: Field[Any]) -> str:
 
 
 def _metavar(f: Field[Any]) -> str:
-    if f.metadata["parse"] is engine_url:
-        return "URL"
     named = {
+        "prefill": "URL",
+        "decode": "URL",
+        "engine": "URL",
+        "kv_events": "ENDPOINT",
+        "kv_replay": "ENDPOINT",
+        "session_field": "NAME",
+        "discover_file": "FILE",
+        "discover_dns": "ROLE=NAME",
+        "admin_port": "N",
         "model_path": "DIR",
         "tokenizer": "DIR",
         "max_model_len": "N",

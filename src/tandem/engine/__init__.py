@@ -3,6 +3,7 @@
 from tandem.engine.args import flag_value, flag_values, has_flag, int_value, merge_args, switch, without
 from tandem.engine.detect import detect
 from tandem.engine.errors import EngineError, MachineError
+from tandem.engine.kv_events import kv_events_config, pod_kv_events, wants_kv_events
 from tandem.engine.kv_transfer import (
     KV_LEASE_SECONDS,
     Accelerator,
@@ -19,6 +20,7 @@ from tandem.engine.roles import (
     max_model_len,
     model_argument,
     role_args,
+    routing_strategy,
     served_model_name,
 )
 
@@ -42,16 +44,20 @@ __all__ = [
     "has_flag",
     "int_flag",
     "int_value",
+    "kv_events_config",
     "kv_transfer_config",
     "max_model_len",
     "merge_args",
     "model_argument",
     "plan",
+    "pod_kv_events",
     "role_args",
+    "routing_strategy",
     "served_model_name",
     "share_cores",
     "share_gpus",
     "startable_connector",
     "switch",
+    "wants_kv_events",
     "without",
 ]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.api import Endpoint, Role
-from tandem.engine import cpu
-from tandem.engine.args import POSITIONALS, has_flag, settings, without
+from tandem.config import Subscription
+from tandem.engine import cpu, kv_events
+from tandem.engine.args import POSITIONALS, has_flag, settings, switch, without
 from tandem.engine.errors import EngineError
 from tandem.engine.kv_transfer import (
     KV_LEASE_SECONDS,
@@ -49,6 +50,8 @@ class EnginePorts:
     http: int
     side_channel: int
     """Where decoders fetch NIXL metadata of this engine."""
+    kv_events: Subscription | None = None
+    """Where it publishes KV events; None leaves that to its own flags."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class EngineLaunch:
     port: int
     side_channel_port: int
     host: str
+    kv_events: Subscription | None = None
+    """Where it publishes KV events, if it was told to."""
 
     @property
     def url(self) -> str:
@@ -102,7 +107,8 @@ def plan(
 ) -> EnginePlan:
     """The engines of `endpoint` on `machine`, all serving the model directory `model`.
 
-    `ports` has one entry per engine (`engine_count`), prefillers first. Reads only `model`/config.json.
+    `ports` has one entry per engine (`engine_count`), prefillers first; `wants_kv_events` tells whether they
+    should have an endpoint for KV events. Reads only `model`/config.json.
     Raises EngineError when the endpoint cannot run here.
     """
     roles = [(role, i) for role in Role for i in range(pd_spec(endpoint).role(role).replicas)]
@@ -116,6 +122,9 @@ def plan(
     args = {
         role: _role_flags(endpoint, machine, role, model, connector, lease_seconds, notes) for role in Role
     }
+    for (role, _), port in zip(roles, ports, strict=True):
+        if port.kv_events is not None:
+            _note_kv_events(endpoint, role, args[role], notes)
 
     cores: Sequence[Sequence[Core]] = [()] * len(roles)
     gpus: Sequence[tuple[str, ...]] = [()] * len(roles)
@@ -134,6 +143,9 @@ def plan(
         owned = _owned_environment(machine, host, ports[i].side_channel, cores[i], gpus[i])
         env = _environment(endpoint, machine, args[role], owned, notes)
         flags = [*args[role], "--host", host, "--port", str(ports[i].http)]
+        where = ports[i].kv_events
+        if where is not None:
+            flags = kv_events.publishing_args(flags, where)
         engines.append(
             EngineLaunch(
                 name=names[i],
@@ -146,6 +158,7 @@ def plan(
                 port=ports[i].http,
                 side_channel_port=ports[i].side_channel,
                 host=host,
+                kv_events=where,
             )
         )
     return EnginePlan(tuple(engines), model_name, connector, _logical(rest), notes.lines)
@@ -225,6 +238,17 @@ def _note_flags(
                 notes.add(f"{written} of {source.path}: left out; {unusable[setting.flag]}")
             elif setting.flag == "--config":
                 notes.add(f"{written} of {source.path}: Tandem does not see the flags in that file")
+
+
+def _note_kv_events(endpoint: Endpoint, role: Role, args: Sequence[str], notes: _Notes) -> None:
+    """Notes for engines of a role that are told to publish KV events."""
+    instead = "one with the endpoints that Tandem chose; its other settings are kept"
+    _note_flags(endpoint, role, {kv_events.FLAG: instead}, {}, notes)
+    if switch(args, "--enable-prefix-caching") is False:
+        notes.add(
+            f"--no-enable-prefix-caching: {role.value} engines keep no prefixes, so the strategy kvaware "
+            "finds none there and goes by their load"
+        )
 
 
 def _owned_environment(

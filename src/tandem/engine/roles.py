@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.api import Endpoint, PdSpec, Role
+from tandem.api.models import IntelligentRoutingSpec
 from tandem.engine.args import POSITIONALS, flag_value, flag_values, int_value, merge_args, settings
 from tandem.engine.errors import EngineError
 
@@ -37,6 +38,12 @@ def pd_spec(endpoint: Endpoint) -> PdSpec:
 def engine_count(endpoint: Endpoint) -> int:
     """Prefillers and decoders together."""
     return sum(pd_spec(endpoint).role(role).replicas for role in Role)
+
+
+def routing_strategy(endpoint: Endpoint) -> str:
+    """`spec.intelligentRoutingSpec.routingStrategy`, or its default."""
+    routing = endpoint.spec.intelligent_routing_spec or IntelligentRoutingSpec()
+    return routing.routing_strategy
 
 
 def literal_environment(endpoint: Endpoint) -> dict[str, str]:

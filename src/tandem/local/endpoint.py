@@ -14,6 +14,7 @@ from tandem.local.errors import LocalError
 from tandem.local.plan import LocalPlan
 from tandem.local.process import Process, tail
 from tandem.local.reaper import reaper
+from tandem.local.sockets import make_private
 
 _POLL_SECONDS = 0.25
 
@@ -76,6 +77,9 @@ async def running(
     """
     async with reaper() as guard:
         processes: list[Process] = []
+        if plan.sockets is not None:
+            make_private(plan.sockets)
+            guard.made(plan.sockets)
         try:
             for spec in plan.processes:
                 process = await Process.start(spec, plan.logs / f"{spec.name}.log")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.resources
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tandem.api import Endpoint, RequestLimits, Role, load_endpoint, parse_endpoint
-from tandem.config import STRATEGIES, RouterConfig, router_argv
+from tandem.config import EngineSpec, RouterConfig, router_argv
 from tandem.engine import (
     EngineLaunch,
     Machine,
@@ -20,8 +20,10 @@ from tandem.engine import (
     int_flag,
     max_model_len,
     role_args,
+    routing_strategy,
     served_model_name,
     switch,
+    wants_kv_events,
 )
 from tandem.engine import (
     plan as plan_engines,
@@ -32,6 +34,7 @@ from tandem.local.errors import ResourceError
 from tandem.local.fields import without_local_meaning
 from tandem.local.ports import engine_ports, require_free
 from tandem.local.process import ProcessSpec
+from tandem.local.sockets import event_sockets, socket_folder
 from tandem.local.source import find_model
 
 LOOPBACK = "127.0.0.1"
@@ -50,6 +53,8 @@ class LocalPlan:
     notes: tuple[str, ...]
     unused_fields: tuple[str, ...]
     logs: Path
+    sockets: Path | None = None
+    """Folder of the sockets on which engines publish KV events, made for as long as the endpoint runs."""
 
     @property
     def url(self) -> str:
@@ -135,9 +140,12 @@ def make_plan(
     if not dry:
         require_free(port, host)
     ports = engine_ports(engine_count(endpoint), LOOPBACK, but={port})
+    sockets = socket_folder(ports[0].http) if wants_kv_events(endpoint) else None
+    if sockets is not None:
+        ports = [replace(p, kv_events=event_sockets(sockets, p.http)) for p in ports]
     engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
     args = role_args(endpoint, Role.DECODE)
-    strategy, notes = _strategy(endpoint)
+    notes: list[str] = []
     tokenizer = flag_value(args, "--tokenizer")
     countable = tokenizer is None or Path(tokenizer).is_dir()
     if not countable:
@@ -149,10 +157,10 @@ def make_plan(
     router = RouterConfig(
         host=host,
         port=port,
-        prefill=tuple(e.url for e in engines.engines if e.role is Role.PREFILL),
-        decode=tuple(e.url for e in engines.engines if e.role is Role.DECODE),
+        prefill=_for_router(engines.engines, Role.PREFILL),
+        decode=_for_router(engines.engines, Role.DECODE),
         routing_threshold=spec.pd_spec.routing_threshold,
-        routing_strategy=strategy,
+        routing_strategy=routing_strategy(endpoint),
         kv_block_size=_block_size(endpoint, machine),
         model_path=str(folder) if countable else None,
         tokenizer=tokenizer if countable else None,
@@ -176,24 +184,15 @@ def make_plan(
         notes=(*engines.notes, *notes),
         unused_fields=tuple(without_local_meaning(raw)),
         logs=paths.state(endpoint.metadata.name) / str(port),
+        sockets=sockets,
     )
+
+
+def _for_router(engines: Sequence[EngineLaunch], role: Role) -> tuple[str, ...]:
+    return tuple(EngineSpec(e.url, kv_events=e.kv_events).text for e in engines if e.role is role)
 
 
 def _block_size(endpoint: Endpoint, machine: Machine) -> int:
     """Tokens of a prefill engine's KV blocks: its flag's, else vLLM's default."""
     given = int_flag(role_args(endpoint, Role.PREFILL), "--block-size")
     return given or (128 if machine.accelerator == "cpu" else 16)
-
-
-def _strategy(endpoint: Endpoint) -> tuple[str, list[str]]:
-    """The routing strategy that the router has, and a note where the resource asks for another."""
-    routing = endpoint.spec.intelligent_routing_spec
-    wanted = routing.routing_strategy if routing else "prefixaware"
-    if wanted in STRATEGIES:
-        return wanted, []
-    pd = endpoint.spec.pd_spec
-    if pd is not None and pd.prefill_spec.replicas == 1:
-        return "roundrobin", []  # with one prefiller every strategy chooses the same
-    return "prefixaware", [
-        f"spec.intelligentRoutingSpec.routingStrategy: {wanted} is not there yet; prefixaware is used"
-    ]

@@ -1,8 +1,9 @@
 """Ends what `tandem up` started when `tandem up` cannot do so itself, as after kill -9.
 
-A small process of its own, which reads process groups from a pipe: `+123` was started, `-123` has ended.
-The kernel closes the pipe with the death of `tandem up`; what is still listed then is ended. (A death
-signal for children would not do: an engine's own children would outlive it.)
+A small process of its own, which reads process groups from a pipe: `+123` was started, `-123` has ended;
+and folders, `/tmp/…`, to be removed in the end. The kernel closes the pipe with the death of `tandem up`;
+what is still listed then is ended. (A death signal for children would not do: an engine's own children would
+outlive it.)
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
 _PATIENCE_SECONDS = 10.0
 
@@ -30,10 +33,14 @@ class Reaper:
     def ended(self, group: int) -> None:
         self._pipe.write(b"-%d\n" % group)
 
+    def made(self, folder: Path) -> None:
+        """A folder (an absolute path without a line break) that goes when all processes have ended."""
+        self._pipe.write(os.fsencode(folder) + b"\n")
+
 
 @contextlib.asynccontextmanager
 async def reaper() -> AsyncIterator[Reaper]:
-    """A reaper for the length of the block; whatever is still listed at its end is ended too."""
+    """A reaper for the length of the block; whatever is still listed at its end is ended or removed then."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "tandem.local.reaper"),
@@ -71,13 +78,18 @@ def _signal(group: int, number: int) -> bool:
 
 def main(lines: Iterable[str]) -> None:
     groups: set[int] = set()
+    folders: list[str] = []
     for line in lines:
-        group = int(line[1:])
-        if line[0] == "+":
-            groups.add(group)
-        else:
-            groups.discard(group)
+        match line[0]:
+            case "+":
+                groups.add(int(line[1:]))
+            case "-":
+                groups.discard(int(line[1:]))
+            case _:
+                folders.append(line.removesuffix("\n"))
     end_groups(groups)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -17,23 +17,27 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tandem.config import RouterConfig
 from tandem.http import Client, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter
+from tandem.router.admin import Admin
 from tandem.router.budgets import Budgets
 from tandem.router.canary import Prober
+from tandem.router.choosing import Choosing
 from tandem.router.classify import Api
 from tandem.router.connectors import Connector, LMCache, Nixl, Receiver
 from tandem.router.counting import Counter
 from tandem.router.counting_process import CountingProcess
-from tandem.router.discovery import Discovery, StaticDiscovery
-from tandem.router.engines import Fleet
+from tandem.router.discovery import Discovery, MergedDiscovery
+from tandem.router.discovery.configured import discovery as discovery_of
 from tandem.router.errors import ApiError
+from tandem.router.fleet import Fleet
 from tandem.router.flow import Flow
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
+from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
 from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
 from tandem.router.notifications import Notifications
-from tandem.router.strategies import STRATEGIES
+from tandem.router.strategies import DecoderLoad, DecoderScore, KvAware, make
 from tandem.router.waiting import Line
 
 logger = logging.getLogger("tandem.router")
@@ -44,8 +48,11 @@ _JSON = (b"content-type", b"application/json")
 class App:
     """The allow-list of paths. Anything else that engines serve is not reachable through a router."""
 
-    def __init__(self, fleet: Fleet, flow: Flow, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, flow: Flow, metrics: Metrics, *, private: bool = False) -> None:
+        """`private`: what names engines is left to the admin port."""
         self.fleet = fleet
+        self._private = private
+        self.admin: Server | None = None
         self._flow = flow
         self._metrics = metrics
         self._pages: dict[str, Callable[[Responder], None]] = {
@@ -54,6 +61,8 @@ class App:
             "/metrics": self._render_metrics,
             "/v1/models": self._models,
         }
+        if private:
+            del self._pages["/metrics"]
         self._generation = {api.value: api for api in Api}
         self.draining = False
 
@@ -82,7 +91,11 @@ class App:
 
     def _ready(self, responder: Responder) -> None:
         why = "draining" if self.draining else self.fleet.missing
-        status = {"ready": why is None, "reason": why, "unproved": self.fleet.unproved}
+        status: dict[str, Any] = {"ready": why is None, "reason": why}
+        if self._private:
+            status["reason"] = why and why.partition(":")[0]
+        else:
+            status["unproved"] = self.fleet.unproved
         responder.send(503 if why else 200, [_JSON], msgspec.json.encode(status))
 
     def _render_metrics(self, responder: Responder) -> None:
@@ -107,12 +120,16 @@ async def running(
     connector = _connector(config)
     client = Client()
     fleet = Fleet(
-        suspect_after=config.suspect_after, survives_decoder_restart=connector.survives_decoder_restart
+        suspect_after=config.suspect_after,
+        survives_decoder_restart=connector.survives_decoder_restart,
+        pairing=config.pairing,
+        ramp_up=config.ramp_up,
+        clock=asyncio.get_running_loop().time,
     )
     legs = Legs(client, config)
     names_tokenizer = bool(config.model_path or config.tokenizer)
     process = CountingProcess(config) if local and names_tokenizer and config.count_in_process_bytes else None
-    counter = Counter(local, legs, fleet, process, config.count_in_process_bytes)
+    counter = Counter(local, legs, fleet, process, config.count_in_process_bytes, config.counted_model)
     line = Line(config.reservation_queue)
     budgets = Budgets(on_free=line.changed)
     fleet.on_change(line.changed)
@@ -121,20 +138,40 @@ async def running(
         connector, legs, fleet, notifications, notification_timeout=config.notification_timeout
     )
     gate = Gate(config, fleet)
-    metrics = Metrics(fleet, gate, budgets, line, handovers)
-    strategy = STRATEGIES[config.routing_strategy](config)
-    if strategy.reads_prompts and local is None and len(config.prefill) > 1:
-        logger.warning(
-            "strategy %s goes by load alone: it needs the tokens of prompts, and without --model-path "
-            "engines count them",
-            config.routing_strategy,
-        )
-    flow = Flow(config, fleet, legs, counter, strategy, gate, handovers, budgets, line, metrics)
-    app = App(fleet, flow, metrics)
-    source = discovery or StaticDiscovery(config.prefill, config.decode)
-    prober = Prober(source, fleet, legs, counter, handovers, budgets, waiting_interval=waiting_interval)
+    made = make(config)
+    knowledge: Knowledge | None = None
+    if made.index is not None and isinstance(made.strategy, KvAware):
+        knowledge = Knowledge(fleet, made.index, made.strategy)
+    metrics = Metrics(fleet, gate, budgets, line, handovers, knowledge)
+    decoders = DecoderScore(lambda e: DecoderLoad(e.held_tokens, e.kv_use, budgets.share(e)), made.prefixes)
+    choosing = Choosing(config, fleet, counter, connector, budgets, made.strategy, decoders)
+    flow = Flow(config, fleet, legs, choosing, gate, handovers, line, metrics)
+    app = App(fleet, flow, metrics, private=config.admin_port is not None)
+    source = discovery or discovery_of(config)
+    admin = Admin(
+        fleet,
+        flow,
+        choosing,
+        budgets,
+        metrics,
+        threshold=config.routing_threshold,
+        index=made.index,
+        sources=source.sources if isinstance(source, MergedDiscovery) else list,
+    )
+    prober = Prober(
+        source,
+        fleet,
+        legs,
+        counter,
+        handovers,
+        budgets,
+        waiting_interval=waiting_interval,
+        on_restart=knowledge.restarted if knowledge is not None else lambda engine: None,
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
+        if knowledge is not None:
+            stack.callback(knowledge.close)
         if process is not None:
             await stack.enter_async_context(process)
         if connector.pushes:
@@ -142,6 +179,9 @@ async def running(
             logger.info("listening for notifications at %s", address)
         stack.push_async_callback(handovers.aclose)
         await stack.enter_async_context(_background(prober.run()))
+        if config.admin_port is not None:
+            app.admin = await serve(admin, config.admin_host, config.admin_port)
+            stack.push_async_callback(app.admin.close)
         server = await serve(app, config.host, config.port)
         try:
             yield server, app
@@ -191,9 +231,11 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running(config, local) as (server, _):
+    async with running(config, local) as (server, app):
         host = f"[{config.host}]" if ":" in config.host else config.host
         logger.info("listening on http://%s:%d", host, server.port)
+        if app.admin is not None:
+            logger.info("admin port: http://%s:%d", config.admin_host, app.admin.port)
         logger.info(
             "mode: %d prefill, %d decode, connector %s, strategy %s, threshold %d, counting %s",
             len(config.prefill),

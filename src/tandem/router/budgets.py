@@ -28,6 +28,7 @@ class Budgets:
     def __init__(self, on_free: Callable[[], None] = lambda: None) -> None:
         """`on_free` is called when something was given back."""
         self._used: Counter[tuple[Engine, str]] = Counter()
+        self._shares: dict[Engine, dict[str, float]] = {}
         self._on_free = on_free
 
     def fit(self, claims: Sequence[Claim]) -> bool:
@@ -40,6 +41,7 @@ class Budgets:
             raise ValueError("the claims do not fit")
         for claim in claims:
             self._used[claim.engine, claim.resource] += claim.amount
+            self._note(claim)
         return Reservation(self, claims)
 
     def give_back(self, claims: Sequence[Claim]) -> None:
@@ -48,8 +50,19 @@ class Budgets:
             self._used[key] -= claim.amount
             if not self._used[key]:
                 del self._used[key]
+            self._note(claim)
         if claims:
             self._on_free()
+
+    def share(self, engine: Engine) -> float:
+        """How much of an engine is held: of its fullest resource, 0 to 1."""
+        return max(self._shares.get(engine, {}).values(), default=0.0)
+
+    def _note(self, claim: Claim) -> None:
+        shares = self._shares.setdefault(claim.engine, {})
+        shares[claim.resource] = self._used.get((claim.engine, claim.resource), 0) / claim.capacity
+        if not any(shares.values()):
+            del self._shares[claim.engine]
 
     @property
     def used(self) -> dict[tuple[Engine, str], int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,13 +19,15 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from tandem.http import Headers, Origin
+from tandem.router import engine_metrics
 from tandem.router.body import Body
 from tandem.router.budgets import Budgets
 from tandem.router.classify import Api
 from tandem.router.connectors import PrefillFailed
 from tandem.router.counting import Counter
 from tandem.router.discovery import Discovery, Member
-from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.engines import Engine, EngineRole, State
+from tandem.router.fleet import Fleet
 from tandem.router.handover import Handovers
 from tandem.router.legs import LegFailed, Legs
 
@@ -41,9 +42,6 @@ _LONGEST_HOLD = 30.0
 
 # Causes of failed legs that may be nothing but work.
 _SILENCE = ("head_timeout", "idle_timeout")
-
-# When a process of an engine started, as Python's Prometheus client tells it.
-_STARTED = re.compile(rb"(?m)^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)$")
 
 
 class Prober:
@@ -61,6 +59,7 @@ class Prober:
         waiting_interval: float = 0.5,
         ready_interval: float = 5.0,
         canary_timeout: float = 60.0,
+        on_restart: Callable[[Engine], None] = lambda engine: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -73,6 +72,7 @@ class Prober:
         self._waiting_interval = waiting_interval
         self._ready_interval = ready_interval
         self._canary_timeout = canary_timeout
+        self._on_restart = on_restart
         self._clock = clock
         self._sleep = sleep
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -101,7 +101,13 @@ class Prober:
             engine = self._engines.pop(member)
             self._fleet.remove(engine)
         for member in members - self._tasks.keys():
-            engine = Engine(member.url, member.role, Origin.parse(member.url))
+            engine = Engine(
+                member.url,
+                member.role,
+                Origin.parse(member.url),
+                labels=dict(member.labels),
+                kv_events=member.kv_events,
+            )
             self._engines[member] = engine
             self._fleet.add(engine)
             self._tasks[member] = asyncio.create_task(self._look_after(engine))
@@ -145,9 +151,10 @@ class Prober:
 
     def _settled(self, engine: Engine) -> bool:
         """Whether there is nothing left to prove of an engine."""
-        if engine.state is not State.READY or engine.role is EngineRole.DECODE:
+        if engine.state is not State.READY or engine.answers:
             return engine.state is State.READY
-        return all(self._fleet.is_proved(engine, d) for d in self._fleet.ready(EngineRole.DECODE))
+        decoders = self._fleet.ready(EngineRole.DECODE)
+        return all(self._fleet.is_proved(engine, d) for d in decoders if self._fleet.may_pair(engine, d))
 
     def _lose(self, engine: Engine, why: str) -> None:
         why = why.removeprefix(f"{engine.url}: ")
@@ -168,19 +175,23 @@ class Prober:
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
         if engine.state is State.SUSPECT and not suspect:
             return  # only now: the alarm is set, and it shall perhaps be left alone first
-        if not self._handovers.connector.survives_decoder_restart:
-            await self._identify(engine)
-        if engine.role is EngineRole.DECODE:
+        await self._read_metrics(engine)
+        if engine.answers:
             match engine.state:
                 case State.WAITING:
-                    await self._prove_decoder(engine)
+                    await self._prove(engine)
                 case State.SUSPECT:
                     await self._send(engine, self._canary(engine.models[0]["id"]).edited({}))
                     self._clear(engine)
             return
-        decoders = self._fleet.ready(EngineRole.DECODE)
-        if not decoders:
+        if engine.state is State.WAITING:
+            self._fleet.told(engine, await self._ask_models(engine))
+        ready = self._fleet.ready(EngineRole.DECODE)
+        decoders = [d for d in ready if self._fleet.may_pair(engine, d)]
+        if not decoders and not ready:
             engine.why = "answers, and waits for a decode engine to be proved with"
+        elif not decoders:
+            engine.why = "answers, and no decode engine in use agrees with it in labels and models"
         failed: LegFailed | None = None
         tried = False
         for decoder in decoders:
@@ -210,8 +221,9 @@ class Prober:
         logger.info("%s %s has answered a canary and is in use again", engine.role.value, engine.url)
         self._fleet.worked(engine)
 
-    async def _identify(self, engine: Engine) -> None:
-        """Find out whether it is still the process that it was: one may die and be back between two visits.
+    async def _read_metrics(self, engine: Engine) -> None:
+        """Take what an engine tells of itself, and find out whether it is still the process that it was: one
+        may die and be back between two visits.
 
         Raises LegFailed when an engine that is in use is another one now."""
         try:
@@ -220,35 +232,44 @@ class Prober:
             if failure.reply is None:
                 raise
             page = b""
-        found = _STARTED.search(page)
-        started = float(found[1]) if found else None
+        told = engine_metrics.read(page)
+        engine.kv_use = told.kv_use or 0.0
+        engine.cache_tokens = 0 if told.prefix_caching is False else told.cache_tokens
         if engine.state is not State.WAITING:
-            if started is not None and started != engine.started:
+            if told.started is not None and told.started != engine.started:
                 raise LegFailed(engine, "unhealthy", f"{engine.url} was restarted")
             return
-        if started is None:
+        if told.started is None and not self._handovers.connector.survives_decoder_restart:
             logger.warning(
                 "%s does not tell when it started (process_start_time_seconds): whenever it is lost, it is "
                 "taken for another process",
                 engine.url,
             )
-        engine.identify(started)
+        if engine.identify(told.started):
+            self._on_restart(engine)
 
-    async def _prove_decoder(self, decoder: Engine) -> None:
-        cards = msgspec.json.decode(
-            await self._legs.call(decoder, "GET", "/v1/models"), type=dict[str, Any]
-        ).get("data", [])
+    async def _ask_models(self, engine: Engine) -> list[dict[str, Any]]:
+        answer = await self._legs.call(engine, "GET", "/v1/models")
+        cards: list[dict[str, Any]] = msgspec.json.decode(answer, type=dict[str, Any]).get("data", [])
         if not cards:
-            raise LegFailed(decoder, "no_models", f"{decoder.url}/v1/models names no model")
+            raise LegFailed(engine, "no_models", f"{engine.url}/v1/models names no model")
+        return cards
+
+    async def _prove(self, engine: Engine) -> None:
+        """Have an engine that generates answers answer a canary."""
+        cards = await self._ask_models(engine)
+        self._fleet.told(engine, cards)
         body = self._canary(cards[0]["id"])
-        await self._send(decoder, body.edited({}))
-        await self._counter.check(decoder, cards[0]["id"])
-        self._fleet.prove_decoder(decoder, cards)
-        logger.info("decode %s is ready", decoder.url)
+        await self._send(engine, body.edited({}))
+        await self._counter.check(engine, cards[0]["id"])
+        self._fleet.prove(engine, cards)
+        logger.info("%s %s is ready", engine.role.value, engine.url)
 
     async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> bool:
         """Send a canary across a pair. False: there is no room for one now."""
-        body = self._canary(decoder.models[0]["id"])
+        names = [card["id"] for card in decoder.models if "id" in card]
+        shared = [name for name in names if name in prefiller.model_ids]
+        body = self._canary((shared or names)[0])
         claims = self._handovers.connector.reservation(_CANARY_TOKENS, decoder)
         if not self._budgets.fit(claims):
             return False  # its buffer is full of real requests: later

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -12,8 +12,9 @@ from tandem.prompt import BadPrompt, NotExact, PromptCounter, Tokens
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting_process import CountingProcess, Unavailable
-from tandem.router.engines import Engine, EngineRole, Fleet
+from tandem.router.engines import Engine
 from tandem.router.errors import ApiError, unavailable
+from tandem.router.fleet import Fleet
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.strategies import Prompt
 
@@ -58,7 +59,7 @@ _SAMPLE = "Tandem counts  tokens:\n\n\tnaïve Übung, 数える, 🚲 3.14159 ==
 
 
 class Counter:
-    """Counts prompts exactly. Starts local where a tokenizer was loaded; `check` may demote it for good."""
+    """Counts prompts exactly: here where a tokenizer was loaded, and `check` found it right."""
 
     def __init__(
         self,
@@ -67,10 +68,13 @@ class Counter:
         fleet: Fleet,
         process: CountingProcess | None = None,
         large: int = 0,
+        models: Collection[str] = (),
     ) -> None:
         """`process` counts bodies of `large` bytes or more; without it, all that `local` counts is counted in
-        the loop."""
+        the loop. `models`: names of those that `local` is for; none: for all."""
         self._local = local
+        self._models = frozenset(models)
+        self._differing: set[str] = set()  # models that engines count otherwise
         self._legs = legs
         self._fleet = fleet
         self._process = process
@@ -78,7 +82,7 @@ class Counter:
 
     async def count(self, api: Api, body: Body) -> Prompt:
         """Count a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered."""
-        if self._local is not None:
+        if self._local is not None and self._counts(body.get("model")):
             try:
                 if self._process is not None and self._is_large(api, body):
                     ids = await self._process.count(api, body.data)
@@ -92,18 +96,27 @@ class Counter:
             except BadPrompt as error:
                 raise ApiError(400, str(error), param=error.param) from None
         if api is Api.COMPLETIONS and isinstance(ids := body.get("prompt"), list):
-            return Prompt(_kept(len(ids), body))  # ids already, which /tokenize does not take
-        decoders = sorted(self._fleet.ready(EngineRole.DECODE), key=lambda e: e.in_flight)
+            kept = _kept(len(ids), body)  # ids already, which /tokenize does not take
+            return Prompt(kept, ids if kept == len(ids) else None)
+        model = body.get("model")
+        group = self._fleet.group(model if isinstance(model, str) else None)
+        decoders = sorted(group.decoders.all, key=lambda e: e.in_flight)
         if not decoders:
-            raise unavailable("No decode engine is ready to count the prompt.")
+            raise unavailable("No engine is ready to count the prompt.")
         for decoder in decoders[:_ASKED]:
             try:
-                return Prompt(await self._count_on(decoder, api, body))
+                return await self._count_on(decoder, api, body)
             except LegFailed as failure:
                 logger.warning("a prompt could not be counted: %s", failure)
                 if failure.unreachable:
                     self._fleet.lost(decoder, f"cannot be reached: {failure}")
         raise unavailable("The prompt could not be counted. Try again.")
+
+    def _counts(self, model: object) -> bool:
+        """Whether prompts for a model are counted here."""
+        if model is None:  # the engines' own, whichever it is
+            return not self._differing and (not self._models or self._fleet.names <= self._models)
+        return model not in self._differing and (not self._models or model in self._models)
 
     def _is_large(self, api: Api, body: Body) -> bool:
         size = len(body.data)
@@ -117,9 +130,19 @@ class Counter:
         )
 
     async def check(self, decoder: Engine, model: str) -> None:
-        """Compare local counting with a decoder's own, once it is up; differ → count by engines, loudly."""
+        """Compare local counting with an engine's own, once it is up; where they differ, engines count for
+        its models from then on."""
         if self._local is None:
             return
+        if self._counts(model) and await self._differs(self._local, decoder, model):
+            self._differing |= decoder.model_ids | {model}
+        told = all(e.models for e in self._fleet.engines if e.answers)
+        if told and not any(map(self._counts, self._models or self._fleet.names)):
+            self._local = None  # it is for no model here
+            if self._process is not None:
+                await self._process.aclose()
+
+    async def _differs(self, local: PromptCounter, decoder: Engine, model: str) -> bool:
         samples: list[tuple[Api, dict[str, Any]]] = [
             (Api.COMPLETIONS, {"model": model, "prompt": _SAMPLE}),
             (Api.CHAT, {"model": model, "messages": [{"role": "user", "content": _SAMPLE}]}),
@@ -127,30 +150,33 @@ class Counter:
         for api, sample in samples:
             body = Body.parse(msgspec.json.encode(sample))
             try:
-                here = _render(self._local, api, sample).ids
+                here = _render(local, api, sample).ids
                 there = await self._tokenize(decoder, api, body)
             except (NotExact, BadPrompt, ApiError, LegFailed) as reason:
                 # No chat template, or no /tokenize: nothing to compare for this kind of request.
                 logger.warning("token count of %s not compared with %s: %s", api.value, decoder.url, reason)
                 continue
             if len(here) != there.count or here != (there.tokens or here):
-                self._local = None
-                if self._process is not None:
-                    await self._process.aclose()
                 logger.error(
-                    "token %s differ for %s: %d here, %d at %s. Every prompt is now counted by an "
-                    "engine's /tokenize, which is slower; check --model-path, --tokenizer, --chat-template.",
+                    "token %s differ for %s: %d here, %d at %s. Every prompt of its models is now counted by "
+                    "an engine's /tokenize, which is slower; check --model-path, --tokenizer, "
+                    "--chat-template, --counted-model.",
                     "ids" if len(here) == there.count else "counts",
                     api.value,
                     len(here),
                     there.count,
                     decoder.url,
                 )
-                return
+                return True
+        return False
 
-    async def _count_on(self, engine: Engine, api: Api, body: Body) -> int:
+    async def _count_on(self, engine: Engine, api: Api, body: Body) -> Prompt:
         """Raises ApiError 400 for what the engine rejects, LegFailed when it gives no answer."""
-        return _kept((await self._tokenize(engine, api, body)).count, body)
+        told = await self._tokenize(engine, api, body)
+        kept = _kept(told.count, body)
+        # Which end is cut off is not said.
+        whole = kept == told.count == len(told.tokens)
+        return Prompt(kept, told.tokens if whole else None)
 
     async def _tokenize(self, engine: Engine, api: Api, body: Body) -> _Tokenized:
         """As `_count_on`, without regard to what the request wants kept."""

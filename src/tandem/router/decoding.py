@@ -9,21 +9,30 @@ from tandem.config import RouterConfig
 from tandem.http import Headers, Response
 from tandem.router.classify import Api
 from tandem.router.engines import Engine
+from tandem.router.explain import explanation
 from tandem.router.handover import Handover
 from tandem.router.headers import engine_request_id, to_client, to_engine
 from tandem.router.job import Job
 from tandem.router.legs import MAX_REPLY_BYTES, LegFailed, Legs, Reply
 from tandem.router.metrics import Metrics
-from tandem.router.relay import StreamRelay, what_is_wrong
+from tandem.router.relay import StreamRelay, judge
+from tandem.router.strategies import OutputEstimate
 
 
 class Decoding:
     def __init__(
-        self, config: RouterConfig, legs: Legs, metrics: Metrics, clock: Callable[[], float]
+        self,
+        config: RouterConfig,
+        legs: Legs,
+        metrics: Metrics,
+        outputs: OutputEstimate,
+        clock: Callable[[], float],
     ) -> None:
+        """`outputs` learns how long answers are."""
         self._config = config
         self._legs = legs
         self._metrics = metrics
+        self._outputs = outputs
         self._clock = clock
 
     async def run(
@@ -35,7 +44,8 @@ class Decoding:
         as long as the client has received nothing, another leg may be tried.
         """
         body = handover.decode_body() if handover is not None else job.body.edited({})
-        computes = job.tokens if handover is None else 0
+        hit = job.decode_choice.hit_tokens if job.decode_choice is not None else 0
+        computes = max(0, job.tokens - hit) if handover is None else 0
         with decoder.busy(computes) as computed:
             patience = self._config.patience(self._config.first_token_timeout, decoder.pending_tokens)
             if not job.body.get("stream"):
@@ -58,8 +68,12 @@ class Decoding:
                 reply = Reply(response.status, headers, await response.read(MAX_REPLY_BYTES))
         if not (reply.status == 200 or 400 <= reply.status < 500):
             raise LegFailed(decoder, "status", f"{decoder.url} answered HTTP {reply.status}", reply)
-        if reply.status == 200 and (wrong := what_is_wrong(reply.body)) is not None:
-            raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
+        if reply.status == 200:
+            wrong, output_tokens = judge(reply.body)
+            if wrong is not None:
+                raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
+            if output_tokens:  # else it has not said
+                self._outputs.seen(output_tokens)
         if reply.status == 200 and handover is not None:
             handover.taken()
         job.responder.send(reply.status, reply.headers, reply.body)
@@ -98,6 +112,7 @@ class Decoding:
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
         if scan.done and scan.error is None and scan.finish_reason is None:
             job.responder.finish()
+            self._outputs.seen(scan.events)  # about as many as tokens
             return "ok"
         if scan.error is None:
             why = scan.finish_reason or "no [DONE]"
@@ -110,17 +125,8 @@ class Decoding:
         """Response headers that tell the path taken, for clients that ask (and where it is enabled)."""
         if not job.explain:
             return []
-        told = {
-            "path": job.path.value,
-            "reason": str(job.reason),
-            "prompt-tokens": job.prompt.tokens,
-            "threshold": self._config.routing_threshold,
-            "prefill-url": job.prefiller.url if job.prefiller is not None else None,
-            "prefill-ms": f"{job.prefill_seconds * 1000:.1f}" if job.prefill_seconds is not None else None,
-            "prefill-expected-hit": job.expected_hit if job.prefiller is not None else None,
-            "decode-url": decoder.url,
-        }
-        return [(f"x-tandem-{k}".encode(), str(v).encode()) for k, v in told.items() if v is not None]
+        told = explanation(job, decoder, self._config.routing_threshold)
+        return [(f"x-tandem-{k}".encode(), str(v).encode()) for k, v in told.items()]
 
 
 @dataclass(slots=True)

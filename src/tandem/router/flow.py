@@ -17,39 +17,27 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 from tandem.config import RouterConfig
 from tandem.http import Request, Responder
 from tandem.router.body import Body
-from tandem.router.budgets import Budgets, Reservation, possible
-from tandem.router.classify import Api, refuse_internal, why_decode_only
-from tandem.router.connectors import Claim, PrefillFailed
-from tandem.router.counting import Counter
+from tandem.router.choosing import Choosing, FallBack, Pair
+from tandem.router.classify import Api, refuse_internal
+from tandem.router.connectors import PrefillFailed
 from tandem.router.decoding import Decoding
-from tandem.router.engines import Engine, EngineRole, Fleet, State
+from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.errors import ApiError, TooManyRequests, bad_gateway, unavailable
+from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handover, Handovers
 from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
 from tandem.router.job import Job, Path, Reason
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.metrics import Metrics
-from tandem.router.plausible import is_plausible
 from tandem.router.retries import RetryBudget
-from tandem.router.strategies import LeastLoaded, Space, Strategy
 from tandem.router.waiting import Line, LineFull, WaitedTooLong
 
 logger = logging.getLogger("tandem.router")
-
-
-@dataclass(slots=True)
-class _Pair:
-    """The engines of one attempt, and what is reserved on them."""
-
-    decoder: Engine
-    prefiller: Engine
-    reservation: Reservation
 
 
 class Flow:
@@ -58,49 +46,40 @@ class Flow:
         config: RouterConfig,
         fleet: Fleet,
         legs: Legs,
-        counter: Counter,
-        strategy: Strategy,
+        choosing: Choosing,
         gate: Gate,
         handovers: Handovers,
-        budgets: Budgets,
         line: Line,
         metrics: Metrics,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`line`: those who wait for `budgets`."""
+        """`line`: those who wait for room on engines."""
         self._config = config
         self._fleet = fleet
-        self._counter = counter
-        self._prefill_strategy = strategy
-        self._decode_strategy = LeastLoaded()
+        self._choosing = choosing
         self._handovers = handovers
-        self._budgets = budgets
         self._line = line
         self._metrics = metrics
         self._clock = clock
         self._gate = gate
         self._retries = RetryBudget(config.retry_ratio, clock)
-        self._decoding = Decoding(config, legs, metrics, clock)
-        self._counts_all = handovers.connector.counts or strategy.reads_prompts
-        self._session_header = config.session_header.lower().encode()
-        fleet.on_loss(strategy.gone)
+        self._decoding = Decoding(config, legs, metrics, choosing.outputs, clock)
         self._served = frozenset(config.served_model_name)
         self._fallbacks = 0
         self._fallback_tokens = 0
 
     async def serve(self, request: Request, responder: Responder, api: Api) -> None:
         """Answer one generation request, whatever happens to it."""
-        arrived = self._clock()
         rid = request_id(request)
         job: Job | None = None
         admitted, outcome = False, "failed"
         try:
-            job = self._accept(request, responder, api, rid, arrived)
+            job = self.accept(request, responder, api, rid)
             async with self._gate.passing():
                 admitted = True
                 self._retries.request()
-                await self._decide(job)
+                await self._choosing.decide(job)
                 outcome = await self._generate(job)
         except asyncio.CancelledError:
             outcome = "client_left"
@@ -120,10 +99,12 @@ class Flow:
             if job is not None and job.prompt.tokens is not None:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
 
-    def _accept(self, request: Request, responder: Responder, api: Api, rid: str, arrived: float) -> Job:
+    def accept(self, request: Request, responder: Responder, api: Api, rid: str = "-") -> Job:
+        """Read a request. Raises ApiError for one that may not be served."""
+        arrived = self._clock()
         body = Body.parse(request.body)
         refuse_internal(body, request.headers)
-        self._check_model(body)
+        model = self._check_model(body)
         return Job(
             request=request,
             responder=responder,
@@ -132,16 +113,21 @@ class Flow:
             id=rid,
             arrived=arrived,
             explain=self._config.explain and request.header(b"x-tandem-explain") == b"1",
-            longest=self._fleet.max_model_len,
+            model=model,
+            longest=self._fleet.group(model).max_model_len,
         )
 
-    def _check_model(self, body: Body) -> None:
+    def _check_model(self, body: Body) -> str | None:
+        """The model that a request names, if any."""
         model = body.get("model")
         if not isinstance(model, str | None):
             raise ApiError(400, "The field 'model' must be a string.", param="model")
-        known = self._served or self._fleet.model_ids
+        known = self._served or self._fleet.names
+        if model is None and self._fleet.parted:
+            names = ", ".join(sorted(known))
+            raise ApiError(400, f"The field 'model' is missing; several are served: {names}.", param="model")
         if model is None or not known or model in known:
-            return
+            return model
         raise ApiError(
             404,
             f"The model {model[:100]!r} does not exist here. Served: {', '.join(sorted(known))}.",
@@ -149,52 +135,6 @@ class Flow:
             param="model",
             code="model_not_found",
         )
-
-    async def _decide(self, job: Job) -> None:
-        """Choose the path: sets the job's prompt, path and reason."""
-        threshold = self._config.routing_threshold
-        decode_only = why_decode_only(job.api, job.body)
-        if not self._fleet.ready(EngineRole.DECODE):
-            raise self._not_ready(job)
-        if decode_only is not None:
-            job.reason = decode_only
-            logger.info("Conditional routing: reason=%s, disaggregate=False", job.reason)
-            return
-        if threshold > 0 or job.explain or self._counts_all:
-            job.prompt = await self._counter.count(job.api, job.body)
-        job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
-        tokens = job.prompt.tokens
-        disaggregate = tokens is None or tokens >= threshold
-        logger.info(
-            "Conditional routing: estimated_tokens=%s, threshold=%d, disaggregate=%s",
-            "not counted" if tokens is None else tokens,
-            threshold,
-            disaggregate,
-        )
-        if not disaggregate:
-            job.reason = Reason.SHORT
-            return
-        longest = self._fleet.max_model_len
-        if not self._fleet.of(EngineRole.PREFILL):
-            job.reason = Reason.NO_PREFILLERS_CONFIGURED
-        elif tokens is not None and longest is not None and tokens >= longest:
-            job.reason = Reason.OVER_CONTEXT
-        elif not is_plausible(job.api, job.body, tokens, longest):
-            job.fall_back(Reason.DOUBTFUL)
-        elif (most := self._handovers.connector.longest) is not None and job.tokens > most:
-            job.fall_back(Reason.OVER_STEP)
-        else:
-            job.path, job.reason = Path.DISAGGREGATED, Reason.THRESHOLD
-
-    def _space(self, job: Job) -> Space:
-        """What keeps its KV apart beside the tokens."""
-        model, salt = job.body.get("model"), job.body.get("cache_salt")
-        lora = model if model in self._fleet.adapters else None
-        return Space(lora, salt if isinstance(salt, str) else None)
-
-    def _session(self, job: Job) -> str | None:
-        value = job.request.header(self._session_header)
-        return value.decode("latin-1") if value else None
 
     async def _generate(self, job: Job) -> str:
         """Run legs until the client has an answer. Returns how the request ended."""
@@ -206,84 +146,55 @@ class Flow:
             if outcome is not None:
                 return outcome
 
-    async def _reserve(self, job: Job) -> _Pair | None:
+    async def _reserve(self, job: Job) -> Pair | None:
         """The engines of the next attempt and what it needs of them, when that is free. None: the job has
         fallen back."""
         try:
-            return await self._line.turn(lambda: self._choose_pair(job), self._config.reservation_timeout)
+            return await self._line.turn(lambda: self._choosing.pair(job), self._config.reservation_timeout)
         except (LineFull, WaitedTooLong):
             job.fall_back(Reason.NO_ROOM)
-        except _FallBack as fallen:
+        except FallBack as fallen:
             job.fall_back(fallen.reason)
         logger.warning("%s falls back to a decoder alone: %s", job.id, job.reason)
         return None
 
-    def _choose_pair(self, job: Job) -> _Pair | None:
-        """A decoder and a prefiller for one attempt, reserved; None: not now. Raises _FallBack when waiting
-        cannot help."""
-        prefillers = {d: self._prefillers(job, d) for d in self._decoders(job)}
-        if not any(prefillers.values()):
-            raise _FallBack(Reason.PREFILL_FAILED if job.failed_prefillers else Reason.NO_PREFILLER)
-        claims = {d: self._claims(job, d) for d, candidates in prefillers.items() if candidates}
-        if not any(map(possible, claims.values())):
-            raise _FallBack(Reason.OVER_BUFFER)
-        with_room = [d for d, needed in claims.items() if self._budgets.fit(needed)]
-        if not with_room:
-            if job.failed_decoders:  # it shall not keep others waiting for the engines that it has left
-                raise _FallBack(Reason.NO_ROOM)
-            return None
-        decoder = self._decode_strategy.choose(job.prompt, with_room).engine
-        choice = self._prefill_strategy.choose(job.prompt, prefillers[decoder])
-        job.expected_hit = choice.hit_tokens if self._prefill_strategy.reads_prompts else None
-        return _Pair(decoder, choice.engine, self._budgets.take(claims[decoder]))
-
-    def _claims(self, job: Job, decoder: Engine) -> list[Claim]:
-        return list(self._handovers.connector.reservation(job.tokens, decoder))
-
-    def _decoders(self, job: Job) -> list[Engine]:
-        """Decoders in use that this request has not failed on. Raises ApiError 503 when there is none."""
-        ready = self._fleet.ready(EngineRole.DECODE)
-        decoders = [d for d in ready if d not in job.failed_decoders] if job.failed_decoders else ready
-        if not decoders:
-            raise self._not_ready(job)
-        return decoders
-
-    def _prefillers(self, job: Job, decoder: Engine) -> list[Engine]:
-        proved = self._fleet.prefillers_for(decoder)
-        return [p for p in proved if p not in job.failed_prefillers] if job.failed_prefillers else proved
-
-    async def _hand_over(self, job: Job, pair: _Pair) -> str | None:
+    async def _hand_over(self, job: Job, pair: Pair) -> str | None:
         """One attempt on a prefiller and a decoder. None: it failed, and the request can go on."""
-        strategy = type(self._prefill_strategy).__name__
-        logger.info("DPD prefill selection: %s selected %s", strategy, pair.prefiller.url)
+        logger.info("DPD prefill selection: %s selected %s", self._choosing.strategy, pair.prefiller.url)
         begun = self._handovers.begin(job.api, job.body, pair.prefiller, pair.decoder, pair.reservation)
         async with begun as handover:
-            try:
-                await self._prefill(job, pair.prefiller, handover)
-            except LegFailed as failure:
-                self._prefill_failed(job, pair, failure)
-                return None
-            except PrefillFailed as failure:
-                self._metrics.leg_failures.labels("prefill", failure.reason).inc()
-                self._fleet.failed(pair.prefiller)
-                logger.warning("%s prefill on %s: %s", job.id, pair.prefiller.url, failure)
-                self._next_prefiller(job, pair)
-                return None
-            outcome = await self._decode(job, pair.decoder, handover)
-            if outcome == "ok":
-                self._fleet.worked(pair.prefiller)
-            elif outcome != "rejected" and pair.decoder.state is not State.WAITING:
-                # Perhaps it was the KV: several failures in a row have a canary sent across.
-                self._fleet.failed(pair.prefiller)
-            return outcome
+            # The decoder is busy with it from here on: other requests shall go elsewhere.
+            with pair.decoder.holding(job.tokens + job.expected_output):
+                return await self._both_legs(job, pair, handover)
+
+    async def _both_legs(self, job: Job, pair: Pair, handover: Handover) -> str | None:
+        try:
+            await self._prefill(job, pair.prefiller, handover)
+        except LegFailed as failure:
+            self._prefill_failed(job, pair, failure)
+            return None
+        except PrefillFailed as failure:
+            self._metrics.leg_failures.labels("prefill", failure.reason).inc()
+            self._fleet.failed(pair.prefiller)
+            logger.warning("%s prefill on %s: %s", job.id, pair.prefiller.url, failure)
+            self._next_prefiller(job, pair)
+            return None
+        outcome = await self._decode(job, pair.decoder, handover)
+        if outcome == "ok":
+            self._fleet.worked(pair.prefiller)
+        elif outcome is None:
+            job.doubted_prefillers.add(pair.prefiller)
+        if outcome not in ("ok", "rejected") and pair.decoder.state is not State.WAITING:
+            # Perhaps it was the KV: several failures in a row have a canary sent across.
+            self._fleet.failed(pair.prefiller)
+        return outcome
 
     async def _prefill(self, job: Job, prefiller: Engine, handover: Handover) -> None:
         sent = self._clock()
         job.prefills += 1
-        self._prefill_strategy.sent(job.prompt, prefiller)
         await handover.prefill(
             to_engine(job.request, engine_request_id(job.id)),
-            tokens=max(0, job.tokens - (job.expected_hit or 0)),
+            tokens=max(0, job.tokens - (job.prefill_choice.hit_tokens if job.prefill_choice else 0)),
             timeout=self._config.patience(
                 self._config.prefill_timeout, prefiller.pending_tokens + job.tokens
             ),
@@ -294,7 +205,7 @@ class Flow:
         logger.info("%s prefill time (TTFT): %.4f", job.id, now - sent)
         self._log_routing(job, prefiller.url, now - job.arrived)
 
-    def _prefill_failed(self, job: Job, pair: _Pair, failure: LegFailed) -> None:
+    def _prefill_failed(self, job: Job, pair: Pair, failure: LegFailed) -> None:
         if failure.rejected:
             self._count_failure(job, failure)
             job.fall_back(Reason.PREFILL_REJECTED)
@@ -303,7 +214,7 @@ class Flow:
         self._note_failure(job, failure)
         self._next_prefiller(job, pair)
 
-    def _next_prefiller(self, job: Job, pair: _Pair) -> None:
+    def _next_prefiller(self, job: Job, pair: Pair) -> None:
         """Have the next attempt leave out the one that failed; without one, a decoder serves alone."""
         job.failed_prefillers.add(pair.prefiller)
         if job.prefills >= self._config.max_attempts or not self._retries.retry():
@@ -312,8 +223,13 @@ class Flow:
 
     async def _decode_alone(self, job: Job) -> str | None:
         """A decoder computes the prompt and answers. None: it failed, and the request can go on."""
-        decoder = self._decode_strategy.choose(job.prompt, self._decoders(job)).engine
-        if not job.fallback or job.reason == Reason.DOUBTFUL:  # which is rejected before it is computed
+        decoder = self._choosing.alone(job)
+        with decoder.holding(job.tokens + job.expected_output):
+            return await self._answer(job, decoder)
+
+    async def _answer(self, job: Job, decoder: Engine) -> str | None:
+        free = not job.fallback or decoder.role is EngineRole.BOTH
+        if free or job.reason == Reason.DOUBTFUL:  # which is rejected before it is computed
             return await self._decode(job, decoder, None)
         # A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once.
         if not self._may_fall_back(job):
@@ -384,13 +300,15 @@ class Flow:
         """Whether another decode leg may be tried after one has failed."""
         if job.decodes >= self._config.max_attempts:
             return False
-        if any(d not in job.failed_decoders for d in self._fleet.ready(EngineRole.DECODE)):
+        if self._choosing.others(job):
             if not self._retries.retry():
                 return False
             # Two hand-offs failed on two decoders: it may be what fails, so the next attempt is without one.
             enough = job.decodes >= 2 or job.prefills >= self._config.max_attempts
             if job.path is Path.DISAGGREGATED and enough:
                 job.fall_back(Reason.HANDOFF_FAILED)
+            elif job.reason == Reason.CACHED:  # what made it short for one decoder is not on the others
+                self._choosing.disaggregate(job)
             return True
         if failure.unreachable or job.path is Path.DECODE_ONLY or not self._retries.retry():
             return False
@@ -398,10 +316,6 @@ class Flow:
         job.failed_decoders.clear()
         job.fall_back(Reason.HANDOFF_FAILED)
         return True
-
-    def _not_ready(self, job: Job) -> ApiError:
-        logger.warning("%s cannot be served: %s", job.id, self._fleet.missing or "every decode engine failed")
-        return unavailable("The endpoint is not ready to serve this request. Try again.")
 
     def _note_failure(self, job: Job, failure: LegFailed) -> None:
         self._count_failure(job, failure)
@@ -437,11 +351,3 @@ def _labels(job: Job | None, admitted: bool) -> tuple[str, str]:
     if not admitted:
         return "none", "queue"
     return ("none" if job.reason == Reason.UNDECIDED else job.path), job.reason
-
-
-class _FallBack(Exception):
-    """A decoder has to serve alone."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason)
-        self.reason = reason

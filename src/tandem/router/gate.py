@@ -1,7 +1,7 @@
 """How many requests are served at once, how many more may wait, and what the rest are told.
 
-The resource's `spec.worker.requestLimits`, whose limits are for one model pod: with several decode engines in
-use there is room for as many times more.
+The resource's `spec.worker.requestLimits`, whose limits are for one model pod: with several engines that
+answer in use there is room for as many times more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tandem.config import RouterConfig
-from tandem.router.engines import EngineRole, Fleet
 from tandem.router.errors import TooManyRequests
+from tandem.router.fleet import Fleet
 from tandem.router.waiting import Line, LineFull, WaitedTooLong
 
 
@@ -57,7 +57,7 @@ class Gate:
 
     @property
     def _engines(self) -> int:
-        return max(1, len(self._fleet.ready(EngineRole.DECODE)))
+        return max(1, len(self._fleet.answering))
 
     def _take(self) -> bool | None:
         if self._limit is not None and self.running >= self._limit * self._engines:

@@ -27,7 +27,8 @@ from tandem.router.body import Body
 from tandem.router.budgets import Reservation
 from tandem.router.classify import Api
 from tandem.router.connectors import Connector, PrefillFailed
-from tandem.router.engines import Engine, Fleet, State
+from tandem.router.engines import Engine, State
+from tandem.router.fleet import Fleet
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.notifications import Expected, Notifications
 

@@ -10,7 +10,7 @@ from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.engines import Engine
 from tandem.router.legs import Reply
-from tandem.router.strategies import Prompt
+from tandem.router.strategies import Choice, Prompt
 
 
 class Path(StrEnum):
@@ -25,6 +25,7 @@ class Reason(StrEnum):
 
     UNDECIDED = "undecided"
     SHORT = "short"
+    CACHED = "cached"  # long, but the decoder has most of it in its cache
     THRESHOLD = "threshold"
     OVER_CONTEXT = "over_context"  # no engine can serve it, and the decoder's own error says so
     NO_PREFILLERS_CONFIGURED = "no_prefillers_configured"
@@ -55,9 +56,14 @@ class Job:
     """Whether a decoder computes a prompt that belongs on a prefiller."""
     prefiller: Engine | None = None
     prefill_seconds: float | None = None
-    expected_hit: int | None = None
-    """Tokens of the prompt that the chosen prefiller is expected to have in its cache; None where the
-    strategy does not look at prompts."""
+    model: str | None = None
+    """The model that it names."""
+    effective_tokens: int | None = None
+    """What was compared with the threshold; None: not counted."""
+    expected_output: int = 0
+    """Tokens that its answer may have."""
+    decode_choice: Choice | None = None
+    prefill_choice: Choice | None = None
     prefills: int = 0
     """Prefill legs sent so far."""
     decodes: int = 0
@@ -68,6 +74,8 @@ class Job:
     """A prefiller's answer that the request itself is at fault."""
     failed_prefillers: set[Engine] = field(default_factory=set)
     failed_decoders: set[Engine] = field(default_factory=set)
+    doubted_prefillers: set[Engine] = field(default_factory=set)
+    """Whose KV a decoder failed with: perhaps by their fault, so others are tried first."""
 
     @property
     def tokens(self) -> int:
@@ -76,6 +84,14 @@ class Job:
             return self.prompt.tokens
         most = len(self.request.body)
         return most if self.longest is None else min(most, self.longest)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How long its answer may be, where it says so."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            if isinstance(given := self.body.get(name), int):
+                return max(0, given)
+        return None
 
     def fall_back(self, reason: Reason) -> None:
         self.path, self.reason, self.fallback = Path.DECODE_ONLY, reason, True

@@ -12,12 +12,11 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
+from tandem.config import Subscription
 from tandem.router.engines import Engine
 from tandem.router.strategies.kv_index import KvIndex, Rank
 from tandem.router.strategies.kv_sequence import Forget, Sequence
@@ -27,22 +26,11 @@ logger = logging.getLogger("tandem.router")
 
 SLICE = 0.00025
 """Seconds of work in one turn of the loop, before the piece that is begun is finished."""
-_END = (-1).to_bytes(8, "big", signed=True)
+_NUMBER_BYTES = 8
+_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _QUEUED = 10_000  # batches that wait in ZMQ; what overflows is a gap, and is replayed
 _TIDIED = 512
-
-
-@dataclass(frozen=True)
-class Subscription:
-    """Where an engine publishes: the endpoints of its first rank; rank n has a port higher by n."""
-
-    events: str
-    replay: str | None = None
-    ranks: int = 1
-
-    def of(self, rank: int) -> tuple[str, str | None]:
-        """A rank's endpoints. ValueError where one has no port to count from."""
-        return _shifted(self.events, rank), None if self.replay is None else _shifted(self.replay, rank)
+_SOCKETS = 65_535  # the most that ZMQ allows; a publisher takes one, and another during a replay
 
 
 class Subscriber:
@@ -61,6 +49,7 @@ class Subscriber:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS)
         self._feeds: dict[Engine, list[_Feed]] = {}
         self._ready: deque[_Feed] = deque()
         self._turn: asyncio.Handle | None = None
@@ -176,6 +165,8 @@ class _Feed:
         self._closed = False
         self.queued = False
         self.sequence = Sequence(replays=replay is not None)
+        if replay is not None:  # whether it can be connected to is to be found out now
+            subscriber.socket(zmq.DEALER, replay).close()
         self._events = subscriber.socket(zmq.SUB, events)
         subscriber.watch(self._events, self._readable)
         subscriber.wake(self)
@@ -217,7 +208,7 @@ class _Feed:
         self._subscriber.batches += 1
         try:
             events, unread = decode(item)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             events, unread = [], 1
         for event in events:
             self._todo.extend(event.pieces())
@@ -240,19 +231,24 @@ class _Feed:
             frames = self._events.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        if len(frames) == 3:
+        if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
             self.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
         return True
 
     def _ask(self, first: int) -> None:
         assert self._replay_endpoint is not None
-        self._answers = self._subscriber.socket(zmq.DEALER, self._replay_endpoint)
+        try:
+            self._answers = self._subscriber.socket(zmq.DEALER, self._replay_endpoint)
+        except zmq.ZMQError as error:  # there is no file descriptor left
+            logger.error("KV events of %s cannot be replayed: %s", self._engine.url, error)
+            self.sequence.replay_failed()
+            return
         self._subscriber.watch(self._answers, self._readable)
-        self._answers.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+        self._answers.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")], zmq.NOBLOCK)
         self._timer = self._subscriber.replay_timer(self._give_up)
 
     def _answer(self, frames: list[bytes]) -> None:
-        if len(frames) != 4:
+        if len(frames) != 4 or len(frames[2]) != _NUMBER_BYTES:
             return
         if frames[2] == _END:
             self._end_replay()
@@ -283,13 +279,3 @@ class _Feed:
             if socket is not None:
                 socket.getsockopt(zmq.EVENTS)
         self._subscriber.wake(self)
-
-
-def _shifted(endpoint: str, rank: int) -> str:
-    """As vLLM: the port of a tcp endpoint grows with the rank."""
-    if rank == 0:
-        return endpoint
-    parts = urlsplit(endpoint)
-    if parts.scheme != "tcp" or parts.port is None:
-        raise ValueError(f"{endpoint!r} has no port, so ranks above 0 cannot be told apart")
-    return f"{endpoint[: endpoint.rfind(':')]}:{parts.port + rank}"

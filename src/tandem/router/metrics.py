@@ -9,7 +9,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.router.budgets import Budgets
-from tandem.router.engines import Fleet, State
+from tandem.router.engines import State
+from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
 from tandem.router.waiting import Line
@@ -21,7 +22,16 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0
 class Metrics:
     """One router's metrics, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet, gate: Gate, budgets: Budgets, line: Line, handovers: Handovers) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        gate: Gate,
+        budgets: Budgets,
+        line: Line,
+        handovers: Handovers,
+        knowledge: Collector | None = None,
+    ) -> None:
+        """`knowledge`: what is to be told of the KV index."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
@@ -69,6 +79,8 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_Engines(fleet, budgets))
+        if knowledge is not None:
+            self.registry.register(knowledge)
         self.registry.register(_Waiting(gate, line, handovers))
 
     def render(self) -> bytes:
@@ -94,6 +106,16 @@ class _Engines(Collector):
             "Prompt tokens that an engine has to compute for requests without a first answer yet.",
             labels=labels,
         )
+        held = GaugeMetricFamily(
+            "tandem_tokens_in_flight",
+            "Prompts and expected outputs of the requests that an engine was chosen to answer, in tokens.",
+            labels=labels,
+        )
+        kv_use = GaugeMetricFamily(
+            "tandem_engine_kv_use",
+            "The part of an engine's KV cache that is in use, as it last said.",
+            labels=labels,
+        )
         reserved = GaugeMetricFamily(
             "tandem_reserved", "What hand-offs hold on an engine, by resource.", labels=(*labels, "resource")
         )
@@ -102,11 +124,16 @@ class _Engines(Collector):
             ready.add_metric(named, engine.state is State.READY)
             load.add_metric(named, engine.in_flight)
             pending.add_metric(named, engine.pending_tokens)
+            kv_use.add_metric(named, engine.kv_use)
+            if engine.answers:
+                held.add_metric(named, engine.held_tokens)
         for (engine, resource), amount in self._budgets.used.items():
             reserved.add_metric((engine.role.value, engine.url, resource), amount)
         yield ready
         yield load
         yield pending
+        yield held
+        yield kv_use
         yield reserved
 
 

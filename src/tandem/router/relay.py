@@ -13,26 +13,33 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
+    usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _answer = msgspec.json.Decoder(_Answer)
 
 
-def what_is_wrong(body: bytes) -> str | None:
-    """Why a whole answer with status 200 is none, or None: broken off, an error, or an aborted choice."""
+def judge(body: bytes) -> tuple[str | None, int]:
+    """Why a whole answer with status 200 is none (broken off, an error, or an aborted choice), or None; and
+    how many tokens were generated."""
     try:
         answer = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "a body that is not a whole answer"
+        return "a body that is not a whole answer", 0
     if bytes(answer.error) != b"null":
-        return "an error"
+        return "an error", 0
     if not answer.choices:
-        return "no choice"
+        return "no choice", 0
     ended = {choice.finish_reason for choice in answer.choices} & {"abort", "error"}
-    return f"finish_reason {ended.pop()}" if ended else None
+    tokens = answer.usage.completion_tokens if answer.usage is not None else 0
+    return (f"finish_reason {ended.pop()}" if ended else None), tokens
 
 
 _HELD_BYTES = 64 * 1024

@@ -10,7 +10,16 @@ from itertools import count
 import pytest
 
 from tandem.router.engines import Engine
-from tandem.router.strategies import KvAware, KvIndex, LeastLoaded, PrefixAware, Prompt, SentIndex, Strategy
+from tandem.router.strategies import (
+    KvAware,
+    KvIndex,
+    KvPrefixes,
+    LeastLoaded,
+    PrefixAware,
+    Prompt,
+    SentIndex,
+    Strategy,
+)
 
 from .helpers import fleet, prompt
 from .simulation import Served, run
@@ -73,7 +82,7 @@ def test_kvaware_goes_where_the_engine_says_the_prefix_is() -> None:
     ids = list(range(1000))
     for e in engines:
         stored(index, e, ids[: 400 if e is engines[1] else 32])
-    strategy = KvAware(index)
+    strategy = KvAware(KvPrefixes(index))
     # Sent elsewhere, but what was sent counts for nothing where events tell.
     strategy.sent(prompt(ids), engines[2])
     choice = strategy.choose(prompt(ids), engines)
@@ -88,9 +97,9 @@ def test_the_hosts_memory_counts_a_little_less() -> None:
     for e, medium in zip(engines, ("CPU", "GPU"), strict=True):
         rank = index.follow(e, complete=True)
         index.store(rank, [1, 2], None, list(range(32)), 16, medium=medium)
-    choice = KvAware(index).choose(prompt(range(40)), engines)
+    choice = KvAware(KvPrefixes(index)).choose(prompt(range(40)), engines)
     assert (choice.engine, choice.hit_tokens) == (engines[1], 32)
-    choice = KvAware(index).choose(prompt(range(40)), engines[:1])
+    choice = KvAware(KvPrefixes(index)).choose(prompt(range(40)), engines[:1])
     assert choice.hit_tokens == 32
 
 
@@ -99,7 +108,7 @@ def test_what_is_being_computed_counts_where_it_is() -> None:
     engines, index = fleet(2), KvIndex()
     for e in engines:
         index.follow(e, complete=True)
-    strategy, ids = KvAware(index), list(range(1000))
+    strategy, ids = KvAware(KvPrefixes(index)), list(range(1000))
     first = strategy.choose(prompt(ids), engines)
     strategy.sent(prompt(ids), first.engine)
     first.engine.in_flight, first.engine.pending_tokens = 1, 1000
@@ -117,21 +126,22 @@ def test_where_events_do_not_tell_prefixaware_fills_in(reason: str, caplog: pyte
         if reason != "not_followed":
             rank = index.follow(e, complete=reason == "uncovered")
             index.store(rank, [7], 99, [1] * 16, 16)
-    strategy = KvAware(index)
-    strategy.sent(prompt(ids), engines[1])
+    strategy = KvAware(KvPrefixes(index))
     with caplog.at_level(logging.WARNING, logger="tandem.router"):
+        strategy.sent(prompt(ids), engines[1])
         for _ in range(3):
             choice = strategy.choose(prompt(ids), engines)
             assert (choice.engine, choice.hit_tokens) == (engines[1], 960)
             assert choice.why.endswith(f"(fallback: {reason})")
-    assert strategy.fallbacks == {reason: 3}
+            strategy.sent(prompt(ids), choice.engine)
+    assert strategy.fallbacks == {reason: 4}
     assert len(caplog.records) == 1
 
 
 def test_without_ids_it_goes_by_load() -> None:
     engines = fleet(2)
     engines[0].pending_tokens = 100
-    strategies: list[Strategy] = [PrefixAware(), KvAware(KvIndex())]
+    strategies: list[Strategy] = [PrefixAware(), KvAware(KvPrefixes(KvIndex()))]
     for strategy in strategies:
         choice = strategy.choose(Prompt(500), engines)
         strategy.sent(Prompt(500), choice.engine)
@@ -143,9 +153,10 @@ def test_an_engine_that_left_is_forgotten() -> None:
     engines, index = fleet(2), KvIndex()
     ids = list(range(1000))
     stored(index, engines[1], ids)
-    strategy = KvAware(index)
+    strategy = KvAware(KvPrefixes(index))
     assert strategy.choose(prompt(ids), engines).engine is engines[1]
     strategy.gone(engines[1])
+    index.forget(engines[1])
     assert strategy.choose(prompt(ids), engines[:1]).engine is engines[0]
     assert strategy.choose(prompt(ids), list(engines)).hit_tokens == 0
 

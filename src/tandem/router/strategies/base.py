@@ -57,11 +57,12 @@ class Strategy(Protocol):
 
     def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Choice:
         """Pick one of at least one candidate; candidates come sorted by URL. A sequence that was given is
-        never changed afterwards: another set of candidates is another sequence."""
+        never changed afterwards: another set of candidates is another sequence. Nothing is remembered: what
+        would be chosen may be asked at any time."""
         ...
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
-        """A request goes to an engine, chosen here or not."""
+        """A request goes to an engine: to the one just chosen, as a rule."""
         ...
 
     def gone(self, engine: Engine) -> None:

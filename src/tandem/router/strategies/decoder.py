@@ -26,6 +26,7 @@ from typing import NamedTuple
 from tandem.router.engines import Engine
 from tandem.router.strategies.base import LEADERS, MANY, Choice, Prompt, draw
 from tandem.router.strategies.prefixes import Prefixes
+from tandem.router.strategies.roundrobin import RoundRobin
 
 COMPUTED = 1.0
 RECEIVED = 0.1
@@ -74,6 +75,7 @@ class DecoderScore:
     ) -> None:
         """`prefixes`: what decoders hold; None: not known."""
         self._load = load
+        self._turn = RoundRobin()
         self._prefixes = prefixes
         self._rng = rng or Random()
 
@@ -85,8 +87,8 @@ class DecoderScore:
         compared = candidates
         if len(candidates) > MANY:
             compared = [*(match.leaders(LEADERS) if match else ()), *draw(candidates, self._rng)]
-        elif len(candidates) > 1:  # equals in turn, on average
-            first = int(self._rng.random() * len(candidates))
+        elif len(candidates) > 1:  # equals in turn
+            first = candidates.index(self._turn.next(candidates))
             compared = [*candidates[first:], *candidates[:first]]
         weight = COMPUTED if computes else RECEIVED
         scores = {}
@@ -108,6 +110,7 @@ class DecoderScore:
         return Choice(best, best_hit, scores, "lowest score", best_rank)
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
+        self._turn.sent(prompt, engine)
         if self._prefixes is not None:
             self._prefixes.sent(prompt, engine)
 

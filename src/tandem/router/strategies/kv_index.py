@@ -151,7 +151,8 @@ class KvIndex:
         moves to another tier. `extra_keys`: what is in a block's hash beside its tokens, for each block."""
         self.tidy(_TIDIED + 2 * len(hashes))
         held = self._group(rank, group, block_size)
-        if held.block_size != block_size or (tokens and len(tokens) != block_size * len(hashes)):
+        aligned = len(tokens) in (0, block_size * len(hashes)) and len(extra_keys or hashes) == len(hashes)
+        if held.block_size != block_size or not aligned:
             return self._drop(rank, "unaligned", len(hashes))
         if self.count + len(hashes) > self._most:
             return self._drop(rank, "full", len(hashes))

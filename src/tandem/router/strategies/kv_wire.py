@@ -4,14 +4,18 @@ work."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tandem.router.strategies.kv_index import KvIndex, Rank
 
 PIECE = 128
 """Blocks that are entered into the index at once, in about 0.2 ms."""
+
+_MOST_TOKENS = 65_536  # of a block: a prompt's hashes are worked out for each size that occurs
+_Group = Annotated[int, Meta(ge=0, lt=1024)]
 
 Work = Callable[[KvIndex, Rank], None]
 
@@ -24,11 +28,11 @@ class BlockStored(_Event, tag="BlockStored"):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
     token_ids: list[int]
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
+    group_idx: _Group | None = None
 
     def pieces(self) -> Iterator[Work]:
         for first in range(0, len(self.block_hashes), PIECE):
@@ -53,7 +57,7 @@ class BlockStored(_Event, tag="BlockStored"):
 class BlockRemoved(_Event, tag="BlockRemoved"):
     block_hashes: list[int | bytes]
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: _Group | None = None
 
     def pieces(self) -> Iterator[Work]:
         for first in range(0, len(self.block_hashes), PIECE):

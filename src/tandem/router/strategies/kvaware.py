@@ -33,9 +33,9 @@ COVERED = 0.9
 class KvPrefixes:
     """What is known from events, filled in from what was sent."""
 
-    def __init__(self, index: KvIndex, sent: SentIndex) -> None:
+    def __init__(self, index: KvIndex, sent: SentIndex | None = None) -> None:
         self._index = index
-        self._sent = sent
+        self._sent = SentIndex() if sent is None else sent
 
     def match(self, prompt: Prompt, candidates: Sequence[Engine], start: int = 0) -> Match:
         kv = self._index.match(prompt, candidates, start)
@@ -45,8 +45,8 @@ class KvPrefixes:
         self._sent.sent(prompt, engine)
 
     def gone(self, engine: Engine) -> None:
+        """What its events told stays: they go on where they were, or tell that it begins anew."""
         self._sent.gone(engine)
-        self._index.forget(engine)
 
     def doubt(self, engine: Engine) -> str | None:
         """Why an engine's events are not believed alone; None: they are."""
@@ -85,22 +85,27 @@ class _KvMatch:
 
 
 class KvAware(CacheAware):
-    """`index` is fed by `tandem.router.kv_events`."""
+    """The index of `prefixes` is fed by `tandem.router.kv_events`."""
 
-    def __init__(self, index: KvIndex, sent: SentIndex | None = None, *, rng: Random | None = None) -> None:
-        self._known = KvPrefixes(index, SentIndex() if sent is None else sent)
-        super().__init__(self._known, rng=rng)
+    def __init__(self, prefixes: KvPrefixes, *, rng: Random | None = None) -> None:
+        self._known = prefixes
+        super().__init__(prefixes, rng=rng)
         self.fallbacks: Counter[str] = Counter()
         """Requests that were not decided by events alone, by reason."""
 
     def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Choice:
         choice = super().choose(prompt, candidates)
-        reason = "no_ids" if prompt.ids is None else self._known.doubt(choice.engine)
+        reason = self._fallback(prompt, choice.engine)
+        return choice if reason is None else choice._replace(why=f"{choice.why} (fallback: {reason})")
+
+    def sent(self, prompt: Prompt, engine: Engine) -> None:
+        super().sent(prompt, engine)
+        reason = self._fallback(prompt, engine)
         if reason is None:
-            return choice
+            return
         if reason not in self.fallbacks:
-            logger.warning(
-                "kvaware falls back (%s), for %s first; this is logged once", reason, choice.engine.url
-            )
+            logger.warning("kvaware falls back (%s), for %s first; this is logged once", reason, engine.url)
         self.fallbacks[reason] += 1
-        return choice._replace(why=f"{choice.why} (fallback: {reason})")
+
+    def _fallback(self, prompt: Prompt, engine: Engine) -> str | None:
+        return "no_ids" if prompt.ids is None else self._known.doubt(engine)

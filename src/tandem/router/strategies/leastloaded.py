@@ -29,7 +29,7 @@ class LeastLoaded:
         return Choice(engine, scores={e.url: e.in_flight for e in drawn}, why="fewest requests in flight")
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
-        pass
+        self._turn.sent(prompt, engine)
 
     def gone(self, engine: Engine) -> None:
         pass

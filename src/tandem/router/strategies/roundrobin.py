@@ -26,12 +26,10 @@ class RoundRobin:
 
     def next(self, candidates: Sequence[Engine]) -> Engine:
         after = bisect_right(candidates, self._last, key=_URL)
-        chosen = candidates[after] if after < len(candidates) else candidates[0]
-        self._last = chosen.url
-        return chosen
+        return candidates[after] if after < len(candidates) else candidates[0]
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
-        pass
+        self._last = engine.url
 
     def gone(self, engine: Engine) -> None:
         pass

@@ -60,7 +60,7 @@ class Session:
         return choice._replace(why="session: none had room")
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
-        pass
+        self._rest.sent(prompt, engine)
 
     def gone(self, engine: Engine) -> None:
         if engine in self._known:

@@ -1,0 +1,124 @@
+"""Parsers of flag values. Each gives the value, or a ValueError that says what is wrong with a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config.engines import engine_labels
+
+
+@dataclass(frozen=True)
+class ReceiverPorts:
+    """Where a decode engine's LMCache takes KV; `host` is None where it is the engine's own."""
+
+    host: str | None
+    init: tuple[int, ...]
+    alloc: tuple[int, ...]
+
+
+def receiver_ports(text: str) -> ReceiverPorts:
+    """`[HOST:]INIT[,INIT…]:ALLOC[,ALLOC…]`, one port of each kind for each rank; else a ValueError."""
+    host, colon, ports = text.rpartition(":")
+    host, given, inits = host.rpartition(":") if colon else ("", "", "")
+    try:
+        init, alloc = (tuple(port(p) for p in part.split(",")) for part in (inits, ports))
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is not [HOST:]INIT[,INIT…]:ALLOC[,ALLOC…], as in 10.0.0.8:7300:7400: {error}"
+        ) from None
+    if len(init) != len(alloc):
+        raise ValueError(f"{text!r} has {len(init)} init ports and {len(alloc)} alloc ports")
+    if given and not host:
+        raise ValueError(f"{text!r} has an empty host")
+    return ReceiverPorts(host or None, init, alloc)
+
+
+def port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise ValueError(f"{text!r} is not a port")
+    return int(text)
+
+
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """A parser that keeps the text as it is once `check` has accepted it."""
+
+    def parse(text: str) -> str:
+        check(text)
+        return text
+
+    return parse
+
+
+def header_name(text: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9-]+", text):
+        raise ValueError(f"{text!r} is not the name of a header, as in x-session-id")
+
+
+def field_name(text: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
+        raise ValueError(f"{text!r} is not the name of a field, as in user")
+
+
+def label_name(text: str) -> None:
+    engine_labels({text: ""})
+
+
+_DNS_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.IGNORECASE)
+_SERVICE = re.compile(r"_[a-z0-9-]+\._tcp(\.[a-z0-9_-]+)+\.?", re.IGNORECASE)
+
+
+def dns_source(text: str) -> tuple[str, str, int | None]:
+    """`ROLE=NAME:PORT` or `ROLE=_SERVICE._tcp.NAME` as (role, name, port); else a ValueError."""
+    role, equals, name = text.partition("=")
+    service = name.startswith("_")
+    host, colon, number = (name, "", "") if service else name.rpartition(":")
+    pattern = _SERVICE if service else _DNS_NAME
+    named = pattern.fullmatch(host)
+    if role not in ("prefill", "decode", "both") or not equals or not named or not (service or colon):
+        raise ValueError(
+            f"{text!r} is not ROLE=NAME:PORT or ROLE=_SERVICE._tcp.NAME, as in"
+            f" prefill=prefill.models.svc:8081"
+        )
+    return role, host, None if service else port(number)
+
+
+def listen_address(text: str) -> None:
+    host, colon, port = text.rpartition(":")
+    if not host or not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"{text!r} is not HOST:PORT, as in 0.0.0.0:7500")
+
+
+def between(low: float, high: float, kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            noun = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{text!r} is not {noun}") from None
+        if not low <= value <= high:
+            raise ValueError(f"{text} is outside {low:g} … {high:g}")
+        return value
+
+    return parse
+
+
+def one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{text!r} is not one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def json_object(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a JSON object")
+    return text

@@ -1,0 +1,91 @@
+"""What a router knows of engines' KV caches, kept up to date: subscriptions follow the fleet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import zmq
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from tandem.router.engines import Engine
+from tandem.router.fleet import Fleet
+from tandem.router.kv_events import Subscriber
+from tandem.router.strategies import KvAware, KvIndex
+
+logger = logging.getLogger("tandem.router")
+
+
+class Knowledge(Collector):
+    """The index of one router, and its metrics."""
+
+    def __init__(self, fleet: Fleet, index: KvIndex, strategy: KvAware) -> None:
+        """To be made on the event loop, before engines join."""
+        self._fleet = fleet
+        self._index = index
+        self._strategy = strategy
+        self.subscriber = Subscriber(index)
+        self._unfollowed: set[str] = set()
+        fleet.on_member(self._member)
+
+    def restarted(self, engine: Engine) -> None:
+        self.subscriber.restarted(engine)
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+    def _member(self, engine: Engine, here: bool) -> None:
+        if not here:
+            self.subscriber.remove(engine)
+        elif engine.kv_events is not None:
+            try:
+                self.subscriber.add(engine, engine.kv_events)
+            except (ValueError, zmq.ZMQError) as error:
+                logger.error("KV events of %s cannot be followed: %s", engine.url, error)
+        elif engine.url not in self._unfollowed:
+            self._unfollowed.add(engine.url)
+            logger.warning(
+                "kvaware goes by what was sent to %s: no KV events are configured for it (--kv-events)",
+                engine.url,
+            )
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        blocks = GaugeMetricFamily("tandem_kv_index_blocks", "KV blocks in the index, one for each holder.")
+        blocks.add_metric((), self._index.count)
+        coverage = GaugeMetricFamily(
+            "tandem_kv_index_coverage",
+            "The part of an engine's cache that the index knows; -1 where its events were not seen from its "
+            "start on.",
+            labels=("engine", "rank"),
+        )
+        for engine in self._fleet.engines:
+            for rank in self._index.ranks(engine):
+                value = rank.coverage if rank.complete else -1.0
+                coverage.add_metric((engine.url, str(rank.number)), value)
+        events = CounterMetricFamily(
+            "tandem_kv_events",
+            "KV event batches read (batch), sent again (replayed), missed (gap), not to be had again (lost), "
+            "and publishers that began anew (restart); events that could not be read (unread).",
+            labels=("kind",),
+        )
+        counts = {"batch": self.subscriber.batches, "unread": self.subscriber.unread}
+        for kind, count in (counts | dict(self.subscriber.counts)).items():
+            events.add_metric((kind,), count)
+        dropped = CounterMetricFamily(
+            "tandem_kv_blocks_dropped", "KV blocks that could not be placed, by reason.", labels=("reason",)
+        )
+        for reason, count in self._index.dropped.items():
+            dropped.add_metric((reason,), count)
+        fallbacks = CounterMetricFamily(
+            "tandem_kvaware_fallbacks",
+            "Requests that kvaware did not decide by events alone, by reason.",
+            labels=("reason",),
+        )
+        for reason, count in self._strategy.fallbacks.items():
+            fallbacks.add_metric((reason,), count)
+        yield blocks
+        yield coverage
+        yield events
+        yield dropped
+        yield fallbacks
