@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV_BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test test-all tables bench-timing check format clean
+.PHONY: help setup dev demo test test-all tables bench-timing bench-routing check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,9 @@ tables: dev ## Write the tables of docs/ that show what tests see
 bench-timing: dev ## Compare the simulator's times with a real pair's; writes docs/simulator.md
 	$(VENV_BIN)/python benchmarks/timing/run.py
 
+bench-routing: dev ## Compare routing strategies, and with peers (an hour); writes docs/routing.md
+	$(VENV_BIN)/python benchmarks/routing/run.py $(ARGS)
+
 check: dev ## Lint, types, layers
 	$(VENV_BIN)/ruff check .
 	$(VENV_BIN)/ruff format --check .
@@ -42,5 +45,5 @@ format: dev ## Format the code
 	$(VENV_BIN)/ruff format .
 
 clean: ## Remove .venv and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -153,12 +153,12 @@ def test_any_configuration_survives_the_command_line(config: RouterConfig) -> No
 def test_only_what_differs_from_the_defaults_is_rendered() -> None:
     config = RouterConfig(decode=("http://d:1", "http://d:2"), explain=True, routing_threshold=0)
     assert router_argv(config) == [
+        "--explain",
         "--decode",
         "http://d:1",
         "http://d:2",
         "--routing-threshold",
         "0",
-        "--explain",
     ]
 
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tandem.api import parse_endpoint
 from tandem.cli import parse
-from tandem.config import RouterConfig, flags_table, router_config
+from tandem.config import RouterConfig, flags_tables, router_config
 from tandem.engine import Core, EnginePorts, Machine, engine_count, plan
 from tandem.http import Client
 from tandem.router.budgets import Budgets
 from tandem.router.connectors import Nixl
-from tandem.router.engines import Fleet
+from tandem.router.discovery.engine_list import BadList, read_engines
+from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
+from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
 from tandem.router.metrics import Metrics
 from tandem.router.notifications import Notifications
+from tandem.router.strategies import KvAware, KvIndex, KvPrefixes
 from tandem.router.waiting import Line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +71,10 @@ def test_every_command_is_one_that_exists(words: list[str]) -> None:
             pytest.fail(f"no test knows how to try {shlex.join(words)}")
 
 
-@pytest.mark.parametrize(("page", "text"), list(blocks("yaml")))
+MANIFESTS = [(page, text) for page, text in blocks("yaml") if page != "discovery.md"]
+
+
+@pytest.mark.parametrize(("page", "text"), MANIFESTS)
 def test_every_manifest_can_be_planned(page: str, text: str, tmp_path: Path) -> None:
     endpoint, _ = parse_endpoint(text, source=page)
     (tmp_path / "config.json").write_text("{}")
@@ -75,23 +82,58 @@ def test_every_manifest_can_be_planned(page: str, text: str, tmp_path: Path) -> 
     assert plan(endpoint, MACHINE, tmp_path, ports).engines
 
 
+def of_discovery(language: str) -> list[str]:
+    return [text for page, text in blocks(language) if page == "discovery.md"]
+
+
+def test_the_lists_of_engines_are_lists_of_engines() -> None:
+    in_yaml, service = of_discovery("yaml")
+    (in_json,) = of_discovery("json")
+    for text, roles in ((in_yaml, {"prefill", "decode"}), (in_json, {"prefill"})):
+        assert {member.role.value for member in read_engines(text, lambda host: None)} == roles
+    assert yaml.safe_load(service)["kind"] == "Service"
+
+
+def test_the_mistake_that_is_shown_is_told_in_these_words() -> None:
+    told = re.search(r"as in `(line 5: .*?)`", (ROOT / "docs" / "discovery.md").read_text())
+    assert told is not None
+    with pytest.raises(BadList, match=re.escape(told[1])):
+        read_engines(
+            "engines:\n- url: http://a:1\n  role: both\n- url: http://b:1\n  rol: both", lambda host: None
+        )
+
+
+def test_the_service_is_one_that_the_flags_name() -> None:
+    _, text = of_discovery("yaml")
+    service = yaml.safe_load(text)
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    (port,) = service["spec"]["ports"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert f"both=_{port['name']}._tcp.{name}.{namespace}.svc.cluster.local\n" in "".join(of_discovery("sh"))
+
+
 def test_the_router_flags_are_all_described() -> None:
-    assert flags_table() in (ROOT / "docs" / "configuration.md").read_text()
+    assert flags_tables() in (ROOT / "docs" / "configuration.md").read_text()
 
 
-def metrics() -> Metrics:
+@pytest.fixture
+async def metrics() -> AsyncIterator[Metrics]:
+    """All that a router can have."""
     config, client, fleet = RouterConfig(decode=("http://127.0.0.1:1",)), Client(), Fleet()
     handovers = Handovers(
         Nixl(), Legs(client, config), fleet, Notifications(), notification_timeout=config.notification_timeout
     )
-    return Metrics(fleet, Gate(config, fleet), Budgets(), Line(1), handovers)
+    index = KvIndex()
+    knowledge = Knowledge(fleet, index, KvAware(KvPrefixes(index)))
+    yield Metrics(fleet, Gate(config, fleet), Budgets(), Line(1), handovers, knowledge)
+    knowledge.close()
 
 
-async def test_the_metrics_are_all_described() -> None:
+async def test_the_metrics_are_all_described(metrics: Metrics) -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     described = set(re.findall(r"^\| `(tandem_\w+)`", text, re.MULTILINE))
     exported = set()
-    for family in metrics().registry.collect():
+    for family in metrics.registry.collect():
         exported.add(family.name + "_total" if family.type == "counter" else family.name)
     assert described == exported
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,11 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from tandem.config import RouterConfig
+from tandem.config import RouterConfig, Subscription
+from tandem.engine import cpu
+from tandem.engine.kv_events import kv_events_config
+from tandem.engine.roles import API_SERVER
+from tandem.local import launch
 from tandem.local.plan import read_endpoint
 from tandem.prompt import PromptCounter, load
 from tandem.router.app import running
@@ -157,6 +163,72 @@ async def both(smollm2: Up) -> AsyncIterator[Both]:
                 )
             )
         yield Both(*pairs)
+
+
+@pytest.fixture(scope="session")
+def tiny(smollm2: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer model with SmolLM2's tokenizer; its weights are made up by `--load-format dummy`."""
+    source, folder = Path(smollm2.plan["model"]), tmp_path_factory.mktemp("tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(source / name, folder)
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextmanager
+def roleless_engines(
+    python: str, model: Path, folder: Path, count: int, *flags: str
+) -> Iterator[dict[str, EventSource]]:
+    """Engines without a KV connector that publish KV events, by URL; each on one core.
+
+    They serve the paths of vLLM's developer mode too."""
+    processes: list[subprocess.Popen[bytes]] = []
+    engines: dict[str, EventSource] = {}
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {k: v for k, v in os.environ.items() if k not in cpu.NOT_INHERITED}
+    environment |= cpu.default_environment(["--enforce-eager"]) | cpu.owned_environment(1)
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    try:
+        for i in range(count):
+            port = free_port()
+            where = Subscription(f"ipc://{folder}/events-{i}", f"ipc://{folder}/replay-{i}")
+            command = [
+                *(sys.executable, "-I", launch.__file__, str(cores[i % len(cores)])),
+                *(python, "-m", API_SERVER, "--host", "127.0.0.1", "--port", str(port)),
+                *("--model", str(model), "--served-model-name", "smollm2", "--enforce-eager"),
+                *("--distributed-executor-backend", "uni", "--enable-prompt-tokens-details"),
+                *("--kv-events-config", kv_events_config(where), *flags),
+            ]
+            with (folder / f"engine-{i}.log").open("wb") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            engines[f"http://127.0.0.1:{port}"] = EventSource(where.events, str(where.replay))
+        for i, url in enumerate(engines):
+            wait_healthy(processes[i], url, folder / f"engine-{i}.log")
+        yield engines
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+
+
+def wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.25)
+    pytest.fail(f"{url} did not start (exit code {process.poll()}):\n{log.read_text('utf-8', 'replace')}")
 
 
 @pytest.fixture(scope="session")

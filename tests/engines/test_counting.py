@@ -14,7 +14,8 @@ from tandem.prompt import BadPrompt, NotExact, PromptCounter
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting import Counter
-from tandem.router.engines import Engine, EngineRole, Fleet
+from tandem.router.engines import Engine, EngineRole
+from tandem.router.fleet import Fleet
 from tandem.router.legs import Legs
 
 from ..prompt import corpus, generated
@@ -54,7 +55,7 @@ async def test_prompts_have_the_tokens_that_the_engine_counts(
     http, fleet = Client(), Fleet()
     decoder = Engine(url, EngineRole.DECODE, Origin.parse(url))
     fleet.add(decoder)
-    fleet.prove_decoder(decoder, (await client.get(f"{url}/v1/models")).json()["data"])
+    fleet.prove(decoder, (await client.get(f"{url}/v1/models")).json()["data"])
     legs = Legs(http, RouterConfig(decode=(url,)))
     asks = Counter(None, legs, fleet)
     requests = sample(counter)

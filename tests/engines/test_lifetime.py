@@ -52,6 +52,7 @@ def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
             "modelName": "tiny",
             "modelSourceConfig": {"modelSourceType": "kubernetesVolume"},
             "kubernetes": {"volumes": [{"name": "weights", "hostPath": {"path": str(model)}}]},
+            "intelligentRoutingSpec": {"enabled": True, "routingStrategy": "kvaware"},
             "pdSpec": {
                 "routingThreshold": 100,
                 "prefillSpec": {"replicas": prefill},
@@ -83,10 +84,14 @@ def test_nothing_is_left_however_the_endpoint_ends(
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     processes = group_of(up)
     assert len(processes) >= 5  # tandem, the router, and two processes an engine
+    sockets = sockets_of(up)
+    assert len(sockets) == 4, "events and their replay, of two engines"
+    assert all(path.is_socket() for path in sockets)
+    assert sockets[0].parent.stat().st_mode & 0o777 == 0o700
     code = stop_up(up, ending)
     assert code == (-9 if ending is signal.SIGKILL else 0)
     deadline = time.monotonic() + 30
-    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
+    while (left := what_is_left(processes, sockets)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
     for url in [up.url, *up.prefill, *up.decode]:
@@ -123,6 +128,17 @@ async def test_two_prefillers_and_two_decoders_share_the_work(
         assert used == {*up.prefill, *up.decode}
     finally:
         assert stop_up(up) == 0
+
+
+def sockets_of(up: Up) -> list[Path]:
+    """Where the engines publish KV events."""
+    configs = [e["argv"][e["argv"].index("--kv-events-config") + 1] for e in up.plan["engines"]]
+    endpoints = [json.loads(text)[name] for text in configs for name in ("endpoint", "replay_endpoint")]
+    return [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
+
+
+def what_is_left(processes: list[int], sockets: list[Path]) -> list[object]:
+    return [*filter(alive, processes), *{path.parent for path in sockets if path.parent.exists()}]
 
 
 def group_of(up: Up) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from tandem.config import RouterConfig
 from tandem.prompt import PromptCounter
 from tandem.router.app import App, running
 from tandem.router.budgets import Budgets
-from tandem.router.engines import EngineRole
+from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.handover import Handovers, Pace
 from tandem.router.waiting import Line
 
@@ -37,6 +37,26 @@ class Endpoint:
     app: App
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
+    roleless: list[FakeEngine] = field(default_factory=list)
+    """Those without a role."""
+
+    def of(self, fake: FakeEngine) -> Engine:
+        """A fake as the router knows it."""
+        return next(e for e in self.app.fleet.engines if e.url == fake.url)
+
+    def named(self, name: str) -> FakeEngine:
+        return next(e for e in (*self.prefill, *self.decode, *self.roleless) if e.name == name)
+
+    async def look_at(self, fake: FakeEngine, holds: Callable[[Engine], object]) -> None:
+        """Have the router visit an engine, until it knows what it should."""
+        engine = self.of(fake)
+
+        async def seen() -> bool:
+            if not holds(engine):
+                engine.alarm.set()
+            return bool(holds(engine))
+
+        await eventually(seen)
 
     async def post(
         self, body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
@@ -84,14 +104,18 @@ class Endpoint:
         return received, True
 
     async def ready(self) -> None:
-        """Until every engine is in use and every pair proved."""
+        """Until every engine is in use, and every pair proved that may be."""
 
         async def all_proved() -> bool:
             answer = await self.client.get("/ready")
             fleet = self.app.fleet
-            decoders = fleet.ready(EngineRole.DECODE)
-            pairs = sum(len(fleet.prefillers_for(d).all) for d in decoders)
-            return answer.status_code == 200 and pairs == len(self.prefill) * len(self.decode)
+            ours = {fake.url for fake in (*self.prefill, *self.decode, *self.roleless)}
+            known = [e for e in fleet.engines if e.url in ours and e.models]
+            ready = all(e.state is State.READY for e in known if e.answers)
+            prefillers, decoders = fleet.of(EngineRole.PREFILL), fleet.of(EngineRole.DECODE)
+            pairs = [(p, d) for p in prefillers for d in decoders if fleet.may_pair(p, d)]
+            proved = all(p in fleet.prefillers_for(d).all for p, d in pairs)
+            return answer.status_code == 200 and len(known) == len(ours) and ready and proved
 
         await eventually(all_proved)
 
@@ -103,6 +127,8 @@ Start = Callable[..., Awaitable[Endpoint]]
 async def start() -> AsyncIterator[Start]:
     """Start a router: `await start(prefill=1, decode=2, routing_threshold=10, …)`.
 
+    `roleless`: how many engines without a role. `knows_ids`: see `FakeEngine`. `serves`: the names of models
+    by an engine's name (p0, d1, e0), an adapter as `name:base`. `labels`: what follows its URL, by its name.
     `local` counts prompts; `before` may change the fakes before the router sees them; `wait` for all to be
     proved. The rest is the router's configuration."""
     async with AsyncExitStack() as stack:
@@ -111,22 +137,36 @@ async def start() -> AsyncIterator[Start]:
             *,
             prefill: int = 1,
             decode: int = 1,
+            roleless: int = 0,
             wait: bool = True,
             local: PromptCounter | None = None,
             before: Callable[[list[FakeEngine], list[FakeEngine]], None] = lambda prefill, decode: None,
+            knows_ids: bool = True,
+            serves: Mapping[str, Sequence[str]] | None = None,
+            labels: Mapping[str, str] | None = None,
             **options: Any,
         ) -> Endpoint:
             prefillers = [FakeEngine(f"p{i}") for i in range(prefill)]
             decoders = [FakeEngine(f"d{i}") for i in range(decode)]
+            others = [FakeEngine(f"e{i}") for i in range(roleless)]
             before(prefillers, decoders)
-            await stack.enter_async_context(engines(*prefillers, *decoders))
+            for fake in (*prefillers, *decoders, *others):
+                fake.knows_ids &= knows_ids
+                if serves is not None:
+                    fake.cards = [_card(name, fake.max_model_len) for name in serves[fake.name]]
+            await stack.enter_async_context(engines(*prefillers, *decoders, *others))
+
+            def urls(fakes: list[FakeEngine]) -> tuple[str, ...]:
+                return tuple(",".join(filter(None, (e.url, (labels or {}).get(e.name)))) for e in fakes)
+
             config = RouterConfig(
                 port=0,
-                prefill=tuple(e.url for e in prefillers),
-                decode=tuple(e.url for e in decoders),
+                prefill=urls(prefillers),
+                decode=urls(decoders),
                 # What an answer that is not streamed may take beyond its deadline has tests of its own.
                 # Engines in turn, so that tests know whose turn it is.
                 **{
+                    "engine": urls(others),
                     "routing_threshold": 20,
                     "routing_strategy": "roundrobin",
                     "drain_timeout": 1.0,
@@ -139,12 +179,18 @@ async def start() -> AsyncIterator[Start]:
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20.0, trust_env=False)
             )
-            endpoint = Endpoint(client, app, prefillers, decoders)
+            endpoint = Endpoint(client, app, prefillers, decoders, others)
             if wait:
                 await endpoint.ready()
             return endpoint
 
         yield start_one
+
+
+def _card(name: str, max_model_len: int) -> dict[str, Any]:
+    name, _, base = name.partition(":")
+    card = {"id": name, "object": "model", "max_model_len": max_model_len}
+    return {**card, "parent": base} if base else card
 
 
 @pytest.fixture

@@ -49,6 +49,10 @@ class FakeEngine:
     knows_ids: bool = True
     """Whether /tokenize answers ids, those of `local_counter`; else only their number."""
     max_model_len: int = 100_000
+    cards: list[dict[str, Any]] | None = None
+    """Its model cards; None: one of `m`."""
+    metrics: bytes | None = None
+    """Its page of /metrics; None: it has none."""
     cancelled: int = 0
     reads_of: set[str] = field(default_factory=set)
     chunks: tuple[str, ...] = ("Hel", "lo")
@@ -76,7 +80,10 @@ class FakeEngine:
                 responder.send(200, JSON, b"{}")
             case "/v1/models":
                 card = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
-                responder.send(200, JSON, json.dumps({"object": "list", "data": [card]}).encode())
+                cards = [card] if self.cards is None else self.cards
+                responder.send(200, JSON, json.dumps({"object": "list", "data": cards}).encode())
+            case "/metrics" if self.metrics is not None:
+                responder.send(200, [(b"content-type", b"text/plain")], self.metrics)
             case "/tokenize":
                 self.tokenized.append(json.loads(request.body))
                 count = self.tokens(self.tokenized[-1])
@@ -144,6 +151,13 @@ class FakeEngine:
 
 
 OnGenerate = Callable[[FakeEngine, Seen, Responder], Any]
+
+
+def kv_metrics(use: float, *, prefix_caching: bool = True, cache_tokens: int = 10_000) -> bytes:
+    """What an engine tells of its KV cache."""
+    config = f'enable_prefix_caching="{prefix_caching}",engine="0",kv_cache_size_tokens="{cache_tokens}"'
+    usage = f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {use}'
+    return f"{usage}\nvllm:cache_config_info{{{config}}} 1.0\n".encode()
 
 
 def reads_kv(seen: Seen) -> bool:

@@ -65,9 +65,15 @@ def test_never_more_is_held_than_there_is_and_all_comes_back_once(
             assert freed - before == (number not in released and bool(claims)), "those who wait are told"
             released.add(number)
         assert budgets.used == held([])
+        for engine in ENGINES:
+            shares = [n / CAPACITY[resource] for (e, resource), n in held([]).items() if e is engine]
+            assert budgets.share(engine) == max(shares, default=0.0)
+            assert 0 <= budgets.share(engine) <= 1
     for reservation, _ in reversed(made):
         reservation.release()
     assert budgets.used == {}
+    assert [budgets.share(engine) for engine in ENGINES] == [0.0, 0.0]
+    assert budgets._shares == {}, "engines that left are not remembered"
 
 
 @given(CLAIMS)
@@ -92,3 +98,16 @@ def test_claims_on_the_same_thing_count_together() -> None:
     assert not possible(twice)
     assert not Budgets().fit(twice)
     assert possible(twice[:1])
+
+
+def test_an_engine_is_as_full_as_its_fullest_resource() -> None:
+    budgets = Budgets()
+    first = budgets.take([claim(0, "chunks", 1), claim(0, "blocks", 2)])
+    assert budgets.share(ENGINES[0]) == 2 / 3
+    assert budgets.share(ENGINES[1]) == 0.0
+    second = budgets.take([claim(0, "chunks", 4), claim(1, "blocks", 3)])
+    assert [budgets.share(e) for e in ENGINES] == [1.0, 1.0]
+    second.release()
+    assert [budgets.share(e) for e in ENGINES] == [2 / 3, 0.0]
+    first.release()
+    assert budgets.share(ENGINES[0]) == 0.0

@@ -189,6 +189,7 @@ async def test_an_engine_that_cannot_count_gives_an_error_that_says_whose_turn_i
     with pytest.raises(ApiError, match=said) as error:
         await counter.count(Api.COMPLETIONS, PROMPT)
     assert error.value.status == status
+    assert error.value.quotes == (status == 400), "the engine's words may quote the prompt"
 
 
 @pytest.mark.parametrize("how", ["gone", "broken"])

@@ -7,13 +7,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from tandem.config import Subscription
 from tandem.http import Origin
@@ -31,11 +34,24 @@ class LossyPublisher(Publisher):
     replayed."""
 
     deaf = False
+    room: int | None = None
+    """Batches of an answer that are sent; then every second one is dropped, as vLLM's socket may."""
 
     def __init__(self, config: EventsConfig) -> None:
         super().__init__(config)
         send = self._publish.send_multipart
         self._publish.send_multipart = lambda *a: None if self.deaf else send(*a)  # type: ignore[method-assign]
+
+    async def _answer(self, socket: zmq.asyncio.Socket, client: bytes, first: bytes) -> None:
+        send, sent = socket.send_multipart, itertools.count(1)
+
+        async def lossy(frames: list[bytes]) -> None:
+            number = next(sent)
+            if self.room is None or number <= self.room or number % 2 or not frames[-1]:
+                await send(frames)
+
+        with mock.patch.object(socket, "send_multipart", lossy):
+            await super()._answer(socket, client, first)
 
 
 @dataclass
@@ -164,6 +180,18 @@ async def test_a_router_that_starts_late_is_told_all_that_is_kept(tmp_path: Path
         assert [router.expects([i] * 20) for i in range(5)] == [16] * 5
         assert router.complete
         assert router.subscriber.counts == {"replayed": 5}
+
+
+async def test_an_answer_with_holes_is_asked_for_on(tmp_path: Path, router: Router) -> None:
+    async with cache(tmp_path) as engine:
+        engine.publisher.room = 7
+        for i in range(40):
+            engine.compute([i] * 20)
+        router.subscriber.add(router.engine, subscription(tmp_path))
+        await caught_up(router, engine)
+        assert [router.expects([i] * 20) for i in range(20, 40)] == [16] * 20
+        assert router.complete
+        assert router.subscriber.counts == {"replayed": 40}
 
 
 @pytest.mark.parametrize("replay", [True, False])
@@ -295,9 +323,50 @@ async def test_an_engine_that_left_is_followed_no_more(tmp_path: Path, router: R
         assert router.index.count == 0
 
 
-async def test_an_endpoint_that_cannot_be_followed_leaves_nothing_behind(router: Router) -> None:
+async def test_what_was_published_while_a_subscription_was_made_is_asked_for(tmp_path: Path) -> None:
+    """The replay may be answered before the subscription is connected. Then nobody hears what comes first."""
+    index = KvIndex()
+    subscriber = Subscriber(index, second_look=0.02)
+    router = Router(index, subscriber, Engine("http://e:1", EngineRole.PREFILL, Origin.parse("http://e:1")))
+    async with cache(tmp_path) as engine:
+        subscriber.add(router.engine, subscription(tmp_path))
+        await until(lambda: bool(router.index.ranks(router.engine)))
+        engine.publisher.deaf = True
+        engine.compute([1] * 20)
+        await until(lambda: router.expects([1] * 20) == 16)
+        assert router.complete
+    subscriber.close()
+
+
+async def test_more_engines_than_zmq_has_sockets_by_default(tmp_path: Path) -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 8000:
+        pytest.skip(f"{soft} open files are allowed, not 8,000")
+    subscriber = Subscriber(KvIndex())
+    for number in range(600):
+        url = f"http://e:{number + 1}"
+        engine = Engine(url, EngineRole.PREFILL, Origin.parse(url))
+        subscriber.add(
+            engine, Subscription(f"ipc://{tmp_path}/events{number}", f"ipc://{tmp_path}/replay{number}")
+        )
+    await until(lambda: not subscriber._ready)
+    assert not subscriber.idle, "each is asked for a replay"
+    subscriber.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Subscription("tcp://no such host:5557"),
+        Subscription("tcp://127.0.0.1:5557", "tcp://no such host:5557"),
+    ],
+    ids=["events", "replay"],
+)
+async def test_an_endpoint_that_cannot_be_followed_leaves_nothing_behind(
+    router: Router, bad: Subscription
+) -> None:
     with pytest.raises(zmq.ZMQError):
-        router.subscriber.add(router.engine, Subscription("tcp://no such host:5557"))
+        router.subscriber.add(router.engine, bad)
     await asyncio.sleep(0)
     assert router.subscriber.idle
     assert not router.index.ranks(router.engine)

@@ -1,14 +1,8 @@
 """Configuration that one part of Tandem renders and another reads."""
 
 from tandem.config.engines import EngineSpec, Subscription, engine_labels, engine_spec, engine_url
-from tandem.config.router import (
-    STRATEGIES,
-    RouterConfig,
-    add_router_arguments,
-    flags_table,
-    router_argv,
-    router_config,
-)
+from tandem.config.flags import add_router_arguments, flags_tables, router_argv, router_config
+from tandem.config.router import STRATEGIES, RouterConfig
 from tandem.config.values import dns_source
 
 __all__ = [
@@ -21,7 +15,7 @@ __all__ = [
     "engine_labels",
     "engine_spec",
     "engine_url",
-    "flags_table",
+    "flags_tables",
     "router_argv",
     "router_config",
 ]

@@ -1,14 +1,14 @@
-"""The router's configuration and its command line, kept in one place so that what is rendered can be read.
+"""The router's configuration.
 
-`tandem up` and the operator render a `RouterConfig` with `router_argv`; `tandem router` reads it back
-with `add_router_arguments` and `router_config`. Both directions come from the one table of fields below.
+`tandem up` and the operator render a `RouterConfig` with `flags.router_argv`; `tandem router` reads it back
+with `flags.add_router_arguments` and `flags.router_config`. Both directions come from the one table of fields
+below.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,8 +40,33 @@ def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING
 class RouterConfig:
     """What one router process is started with. Times are seconds, sizes are bytes."""
 
+    # The router
     host: str = _option("address to listen on", default="127.0.0.1")
     port: int = _option("port to listen on; 0 takes a free one", between(0, 65535, int), 8000)
+    log_level: str = _option(
+        "least severe level logged", one_of(("debug", "info", "warning", "error")), "info"
+    )
+    drain_delay: float = _option(
+        "on SIGTERM, seconds in which requests are still taken while /ready says no",
+        between(0, 600, float),
+        0.0,
+    )
+    drain_timeout: float = _option(
+        "on SIGTERM, seconds that running answers may take to finish", between(0, 86_400, float), 30.0
+    )
+    explain: bool = _option(
+        "answer `x-tandem-explain: 1` with the path taken, the engines compared and their scores",
+        default=False,
+    )
+    admin_host: str = _option("address of the admin port", default="127.0.0.1")
+    admin_port: int | None = _option(
+        "port for /engines, /admin/route and /metrics, which the public port then does not serve; 0 takes a "
+        "free one. Default: none",
+        between(0, 65535, int),
+        None,
+    )
+
+    # Engines
     prefill: tuple[str, ...] = _option(
         "base URLs of the prefill engines; after a comma labels, as in http://10.0.0.7:8081,zone=a",
         engine_text,
@@ -51,8 +76,44 @@ class RouterConfig:
     engine: tuple[str, ...] = _option(
         "base URLs of engines without a role, each of which serves whole requests", engine_text, ()
     )
+    discover_file: str | None = _option("file that lists engines; it is watched", default=None)
+    discover_dns: tuple[str, ...] = _option(
+        "ROLE=NAME:PORT (addresses of a name) or ROLE=_SERVICE._tcp.NAME (SRV records); ROLE is prefill, "
+        "decode or both",
+        checked(dns_source),
+        (),
+    )
+    connector: str = _option(
+        f"KV connector of the engines: {', '.join(CONNECTORS)}", one_of(CONNECTORS), "nixl"
+    )
+    pair_labels: tuple[str, ...] = _option(
+        "labels in which a prefill and a decode engine that both have them must agree to be used together "
+        "(default model, revision, kv-layout; with --connector lmcache also tp)",
+        checked(label_name),
+        (),
+    )
+    ramp_up: float = _option(
+        "seconds in which an engine that joins others, or comes back, reaches its full share of requests",
+        between(0, 3600, float),
+        30.0,
+    )
+    suspect_after: int = _option(
+        "failed legs in a row after which an engine is used only where no other is left, until it has "
+        "answered a canary",
+        between(1, 10_000, int),
+        5,
+    )
+
+    # Routing
+    served_model_name: tuple[str, ...] = _option(
+        "model names that requests may use; default: those the engines report", default=()
+    )
     routing_threshold: int = _option(
         "prompt tokens from which a request is disaggregated; 0 = always", between(0, 2**31 - 1, int), 4096
+    )
+    uncached_threshold: bool = _option(
+        "do not count towards --routing-threshold what the chosen decoder has in its cache already",
+        default=False,
     )
     routing_strategy: str = _option(
         f"how the prefiller, or an engine without a role, is chosen: {', '.join(STRATEGIES)}",
@@ -70,6 +131,8 @@ class RouterConfig:
         checked(field_name),
         None,
     )
+
+    # KV cache and events
     kv_block_size: int = _option(
         "tokens of the engines' KV blocks (their --block-size), for the strategies prefixaware and kvaware",
         between(1, 65_536, int),
@@ -94,31 +157,8 @@ class RouterConfig:
         between(1, 2**31 - 1, int),
         4_000_000,
     )
-    uncached_threshold: bool = _option(
-        "do not count towards --routing-threshold what the chosen decoder has in its cache already",
-        default=False,
-    )
-    pair_labels: tuple[str, ...] = _option(
-        "labels in which a prefill and a decode engine that both have them must agree to be used together "
-        "(default model, revision, kv-layout; with --connector lmcache also tp)",
-        checked(label_name),
-        (),
-    )
-    discover_file: str | None = _option("file that lists engines; it is watched", default=None)
-    discover_dns: tuple[str, ...] = _option(
-        "ROLE=NAME:PORT (addresses of a name) or ROLE=_SERVICE._tcp.NAME (SRV records); ROLE is prefill, "
-        "decode or both",
-        checked(dns_source),
-        (),
-    )
-    ramp_up: float = _option(
-        "seconds in which an engine that joins others, or comes back, reaches its full share of requests",
-        between(0, 3600, float),
-        30.0,
-    )
-    connector: str = _option(
-        f"KV connector of the engines: {', '.join(CONNECTORS)}", one_of(CONNECTORS), "nixl"
-    )
+
+    # Counting prompts
     model_path: str | None = _option("folder of the model: its tokenizer and chat template", default=None)
     tokenizer: str | None = _option("folder of the tokenizer, when it is not the model's", default=None)
     chat_template: str | None = _option(
@@ -126,11 +166,6 @@ class RouterConfig:
     )
     chat_template_content_format: str = _option(
         "auto, string or openai; the same as the engines'", one_of(("auto", "string", "openai")), "auto"
-    )
-    counted_model: tuple[str, ...] = _option(
-        "model names that --model-path is for, where engines serve several; default: all. Prompts for others "
-        "are counted by engines",
-        default=(),
     )
     default_chat_template_kwargs: str | None = _option(
         "JSON object of template arguments; the same as the engines'", json_object, None
@@ -140,6 +175,11 @@ class RouterConfig:
     )
     max_model_len: int | None = _option(
         "longest context in tokens; the same as the engines'", between(1, 2**31 - 1, int), None
+    )
+    counted_model: tuple[str, ...] = _option(
+        "model names that --model-path is for, where engines serve several; default: all. Prompts for others "
+        "are counted by engines",
+        default=(),
     )
     count_in_process_bytes: int = _option(
         "bodies from so many bytes on (lists of token ids from an eighth of it) are counted in a process of "
@@ -153,9 +193,8 @@ class RouterConfig:
         between(0, 2**40, int),
         33_554_432,
     )
-    served_model_name: tuple[str, ...] = _option(
-        "model names that requests may use; default: those the engines report", default=()
-    )
+
+    # Time-outs and retries
     connect_timeout: float = _option(
         "longest wait for a connection to an engine, in seconds", between(0.05, 600, float), 3.0
     )
@@ -174,14 +213,14 @@ class RouterConfig:
         between(0, 86_400, float),
         600.0,
     )
+    stream_idle_timeout: float = _option(
+        "longest silence in the middle of an answer, in seconds", between(0.1, 86_400, float), 300.0
+    )
     seconds_per_1000_tokens: float = _option(
         "what every thousand prompt tokens that an engine has to compute first add to those two time-outs: "
         "the slowest pace at which it still counts as alive",
         between(0, 3600, float),
         20.0,
-    )
-    stream_idle_timeout: float = _option(
-        "longest silence in the middle of an answer, in seconds", between(0.1, 86_400, float), 300.0
     )
     max_attempts: int = _option(
         "prefill legs, and decode legs, that one request may take in all", between(1, 16, int), 3
@@ -191,11 +230,21 @@ class RouterConfig:
         between(0, 10, float),
         0.2,
     )
-    suspect_after: int = _option(
-        "failed legs in a row after which an engine is used only where no other is left, until it has "
-        "answered a canary",
-        between(1, 10_000, int),
-        5,
+
+    # Limits
+    max_concurrent_requests: int | None = _option(
+        "requests served at once for each decode engine in use (`requestLimits.maxConcurrentRequests`)",
+        between(1, 2**31 - 1, int),
+        None,
+    )
+    max_queue_size: int = _option(
+        "requests that may wait beyond those, for each decode engine in use (`requestLimits.maxQueueSize`)",
+        between(0, 2**31 - 1, int),
+        0,
+    )
+    queue_timeout: float = _option("longest wait in that queue, in seconds", between(0, 60, float), 60.0)
+    overflow_status_code: int = _option(
+        "what the rest are answered (`requestLimits.overflowStatusCode`)", between(400, 599, int), 429
     )
     max_fallbacks: int = _option(
         "long prompts that decoders may compute at once when no prefiller can", between(0, 10_000, int), 2
@@ -211,20 +260,8 @@ class RouterConfig:
     reservation_queue: int = _option(
         "requests that may wait for room in a receive buffer", between(0, 1_000_000, int), 256
     )
-    max_concurrent_requests: int | None = _option(
-        "requests served at once for each decode engine in use (`requestLimits.maxConcurrentRequests`)",
-        between(1, 2**31 - 1, int),
-        None,
-    )
-    max_queue_size: int = _option(
-        "requests that may wait beyond those, for each decode engine in use (`requestLimits.maxQueueSize`)",
-        between(0, 2**31 - 1, int),
-        0,
-    )
-    queue_timeout: float = _option("longest wait in that queue, in seconds", between(0, 60, float), 60.0)
-    overflow_status_code: int = _option(
-        "what the rest are answered (`requestLimits.overflowStatusCode`)", between(400, 599, int), 429
-    )
+
+    # LMCache
     lmcache_receivers: tuple[str, ...] = _option(
         "where each decode engine's LMCache takes KV, in the order of --decode: [HOST:]INIT:ALLOC, ports of "
         "several ranks joined by commas; one value without a host is for all",
@@ -257,28 +294,6 @@ class RouterConfig:
         "longest wait for notifications after the prefill leg's answer, in seconds",
         between(0.1, 600, float),
         10.0,
-    )
-    drain_delay: float = _option(
-        "on SIGTERM, seconds in which requests are still taken while /ready says no",
-        between(0, 600, float),
-        0.0,
-    )
-    drain_timeout: float = _option(
-        "on SIGTERM, seconds that running answers may take to finish", between(0, 86_400, float), 30.0
-    )
-    explain: bool = _option(
-        "answer `x-tandem-explain: 1` with the path taken, the engines compared and their scores",
-        default=False,
-    )
-    admin_host: str = _option("address of the admin port", default="127.0.0.1")
-    admin_port: int | None = _option(
-        "port for /engines, /admin/route and /metrics, which the public port then does not serve; 0 takes a "
-        "free one. Default: none",
-        between(0, 65535, int),
-        None,
-    )
-    log_level: str = _option(
-        "least severe level logged", one_of(("debug", "info", "warning", "error")), "info"
     )
 
     def __post_init__(self) -> None:
@@ -351,108 +366,3 @@ class RouterConfig:
     def patience(self, timeout: float, tokens: int) -> float:
         """A time-out in seconds for an engine that has to compute so many prompt tokens first."""
         return timeout + self.seconds_per_1000_tokens * tokens / 1000
-
-
-def _flag(f: Field[Any]) -> str:
-    return "--" + f.name.replace("_", "-")
-
-
-def _metavar(f: Field[Any]) -> str:
-    named = {
-        "prefill": "URL",
-        "decode": "URL",
-        "engine": "URL",
-        "kv_events": "ENDPOINT",
-        "kv_replay": "ENDPOINT",
-        "session_field": "NAME",
-        "discover_file": "FILE",
-        "discover_dns": "ROLE=NAME",
-        "admin_port": "N",
-        "model_path": "DIR",
-        "tokenizer": "DIR",
-        "max_model_len": "N",
-        "max_concurrent_requests": "N",
-        "lmcache_buffer_chunks": "N",
-        "lmcache_step_tokens": "N",
-        "lmcache_receivers": "[HOST:]INIT:ALLOC",
-        "session_header": "NAME",
-        "retry_ratio": "RATIO",
-        "chat_template": "FILE",
-        "default_chat_template_kwargs": "JSON",
-        "lmcache_notify": "HOST:PORT",
-    }
-    by_kind = "SECONDS" if isinstance(f.default, float) else "N" if isinstance(f.default, int) else "NAME"
-    return named.get(f.name, by_kind)
-
-
-def _is_list(f: Field[Any]) -> bool:
-    return f.default == ()
-
-
-def add_router_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser one flag for each field of RouterConfig; list flags take several values and repeat."""
-    for f in fields(RouterConfig):
-        help_text = f.metadata["help"]
-        if isinstance(f.default, bool):
-            parser.add_argument(_flag(f), action="store_true", help=help_text)
-            continue
-        if f.default not in ((), None):
-            help_text += f" (default {f.default})"
-        kind = _argparse_type(f.metadata["parse"])
-        if _is_list(f):
-            parser.add_argument(
-                _flag(f),
-                type=kind,
-                nargs="+",
-                action="extend",
-                default=[],
-                metavar=_metavar(f),
-                help=help_text,
-            )
-        else:
-            parser.add_argument(_flag(f), type=kind, default=f.default, metavar=_metavar(f), help=help_text)
-
-
-def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def router_config(arguments: argparse.Namespace) -> RouterConfig:
-    """The configuration that parsed flags describe. Raises ValueError where flags contradict each other."""
-    values: dict[str, Any] = {f.name: getattr(arguments, f.name) for f in fields(RouterConfig)}
-    lists: dict[str, Any] = {n: tuple(v) for n, v in values.items() if isinstance(v, list)}
-    return RouterConfig(**{**values, **lists})
-
-
-def router_argv(config: RouterConfig) -> list[str]:
-    """The flags that describe a configuration; what equals its default is left out."""
-    argv: list[str] = []
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if value == f.default:
-            continue
-        if isinstance(value, bool):
-            argv.append(_flag(f))
-        else:
-            given = [str(v) for v in value] if isinstance(value, tuple) else [str(value)]
-            looks_like_flag = any(v.startswith("-") for v in given)
-            argv += [f"{_flag(f)}={v}" for v in given] if looks_like_flag else [_flag(f), *given]
-    return argv
-
-
-def flags_table() -> str:
-    """Every flag of `tandem router` as rows of a Markdown table, for docs/configuration.md."""
-    rows = []
-    for f in fields(RouterConfig):
-        if isinstance(f.default, bool):
-            default = "off"
-        else:
-            default = "none" if f.default in ((), None) else f"`{f.default}`"
-        rows.append(f"| `{_flag(f)}` | {default} | {f.metadata['help']} |")
-    return "\n".join(rows)

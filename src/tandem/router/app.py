@@ -53,6 +53,8 @@ class App:
         self.fleet = fleet
         self._private = private
         self.admin: Server | None = None
+        self.knowledge: Knowledge | None = None
+        """What is known of engines' caches by their events; None unless the strategy is kvaware."""
         self._flow = flow
         self._metrics = metrics
         self._pages: dict[str, Callable[[Responder], None]] = {
@@ -147,6 +149,7 @@ async def running(
     choosing = Choosing(config, fleet, counter, connector, budgets, made.strategy, decoders)
     flow = Flow(config, fleet, legs, choosing, gate, handovers, line, metrics)
     app = App(fleet, flow, metrics, private=config.admin_port is not None)
+    app.knowledge = knowledge
     source = discovery or discovery_of(config)
     admin = Admin(
         fleet,

@@ -173,9 +173,9 @@ class Prober:
                 raise
             # Silence may be work; an answer that it is not well is one.
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
+        await self._read_metrics(engine)
         if engine.state is State.SUSPECT and not suspect:
             return  # only now: the alarm is set, and it shall perhaps be left alone first
-        await self._read_metrics(engine)
         if engine.answers:
             match engine.state:
                 case State.WAITING:
@@ -264,6 +264,8 @@ class Prober:
         await self._counter.check(engine, cards[0]["id"])
         self._fleet.prove(engine, cards)
         logger.info("%s %s is ready", engine.role.value, engine.url)
+        for prefiller in self._fleet.of(EngineRole.PREFILL):
+            prefiller.alarm.set()  # to be proved with it
 
     async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> bool:
         """Send a canary across a pair. False: there is no room for one now."""

@@ -94,7 +94,7 @@ class Counter:
             except NotExact as reason:
                 logger.debug("count by the engine: %s", reason)
             except BadPrompt as error:
-                raise ApiError(400, str(error), param=error.param) from None
+                raise ApiError(400, str(error), param=error.param, quotes=True) from None
         if api is Api.COMPLETIONS and isinstance(ids := body.get("prompt"), list):
             kept = _kept(len(ids), body)  # ids already, which /tokenize does not take
             return Prompt(kept, ids if kept == len(ids) else None)
@@ -192,9 +192,8 @@ class Counter:
             answer = await self._legs.call(engine, "POST", "/tokenize", question)
         except LegFailed as failure:
             if failure.reply is not None and failure.reply.status < 500:
-                raise ApiError(
-                    400, f"The engine cannot tokenize the prompt: {failure.engine_message()}"
-                ) from None
+                said = f"The engine cannot tokenize the prompt: {failure.engine_message()}"
+                raise ApiError(400, said, quotes=True) from None
             raise
         try:
             return _TOKENIZED.decode(answer)

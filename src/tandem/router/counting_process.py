@@ -244,4 +244,4 @@ def _error(kind: Kind, rest: bytes) -> Exception:
         return NotExact(first, second)
     if kind is Kind.BAD_PROMPT:
         return BadPrompt(first, second)
-    return ApiError(400, first, param=second)
+    return ApiError(400, first, param=second, quotes=True)

@@ -96,6 +96,11 @@ class Engine:
             self.held_tokens -= tokens
 
     @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        return "engine" if self.role is EngineRole.BOTH else f"{self.role.value} engine"
+
+    @property
     def answers(self) -> bool:
         """Whether it generates answers."""
         return self.role is not EngineRole.PREFILL

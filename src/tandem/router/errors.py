@@ -19,7 +19,9 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | int | None = None,
         retry_after_s: int | None = None,
+        quotes: bool = False,
     ) -> None:
+        """`quotes`: the message may have words of the prompt in it, and is not to be logged."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -27,6 +29,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code if code is not None else status
         self.retry_after_s = retry_after_s
+        self.quotes = quotes
 
     def body(self) -> bytes:
         return msgspec.json.encode(

@@ -163,7 +163,7 @@ class Fleet:
 
     def prefillers_for(self, decoder: Engine) -> Candidates:
         """Prefillers in use whose KV this decoder has been seen to read."""
-        return self._prefillers.get(decoder, NOBODY)
+        return self._everybody.prefillers.get(decoder, NOBODY)
 
     def _changed(self) -> None:
         by_url = sorted(self.engines, key=lambda e: e.url)
@@ -177,16 +177,13 @@ class Fleet:
                 lists[key] = Candidates(engines, self._ramp_up, self._clock)
             return lists[key]
 
-        def proved_with(prefillers: list[Engine]) -> dict[Engine, Candidates]:
-            """Of these prefillers, those in use that each decode engine may take KV from."""
-            decoders = (e for e in by_url if e.role is EngineRole.DECODE and e.state is not State.WAITING)
-            found = {d: in_use(p for p in prefillers if (p, d) in self._proved) for d in decoders}
-            return {d: candidates(known) for d, known in found.items() if known}
-
         def group(members: Iterable[Engine]) -> Group:
             of = {role: [e for e in members if e.role is role] for role in EngineRole}
-            everywhere = of[EngineRole.PREFILL] == self._of[EngineRole.PREFILL]
-            prefillers = self._prefillers if everywhere else proved_with(of[EngineRole.PREFILL])
+            decoders = [d for d in of[EngineRole.DECODE] if d.state is not State.WAITING]
+            proved = {
+                d: in_use(p for p in of[EngineRole.PREFILL] if (p, d) in self._proved) for d in decoders
+            }
+            prefillers = {d: candidates(known) for d, known in proved.items() if known}
             used = answering([*of[EngineRole.DECODE], *of[EngineRole.BOTH]])
             cards = [card for e in used for card in e.models]
             lengths = [card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)]
@@ -201,7 +198,6 @@ class Fleet:
                 adapters=frozenset(card["id"] for card in cards if "id" in card and card.get("parent")),
             )
 
-        self._prefillers = proved_with(self._of[EngineRole.PREFILL])
         answer = [e for e in by_url if e.answers]
         known = {
             card["id"]: card

@@ -86,7 +86,8 @@ class Flow:
             raise
         except ApiError as error:
             outcome = "rejected" if error.status < 500 or isinstance(error, TooManyRequests) else "failed"
-            logger.warning("%s ends with HTTP %d: %s", rid, error.status, error.message)
+            said = "it is told why; that may quote the prompt" if error.quotes else error.message
+            logger.warning("%s ends with HTTP %d: %s", rid, error.status, said)
             if responder.started:
                 responder.write(error.event())
                 responder.abort()
@@ -286,7 +287,7 @@ class Flow:
             self._note_failure(job, failure)
             if job.responder.started:
                 raise bad_gateway(
-                    f"The answer broke off: the decode engine failed ({failure.reason})."
+                    f"The answer broke off: the {decoder.kind} failed ({failure.reason})."
                 ) from None
             job.failed_decoders.add(decoder)
             return None if self._may_go_on(job, failure) else self._give_up(job, failure)
@@ -334,7 +335,7 @@ class Flow:
     def _give_up(self, job: Job, failure: LegFailed) -> str:
         """The last failure is final: the engine's own error where it gave one."""
         if failure.reply is None:
-            raise bad_gateway(f"The {failure.engine.role.value} engine failed ({failure.reason}).")
+            raise bad_gateway(f"The {failure.engine.kind} failed ({failure.reason}).")
         job.responder.send(failure.reply.status, failure.reply.headers, failure.reply.body)
         return "failed"
 

@@ -16,6 +16,8 @@ from tandem.router.strategies import KvAware, KvIndex
 
 logger = logging.getLogger("tandem.router")
 
+_KINDS = ("replayed", "gap", "lost", "restart")  # there from the beginning, so that rates can be taken
+
 
 class Knowledge(Collector):
     """The index of one router, and its metrics."""
@@ -26,7 +28,7 @@ class Knowledge(Collector):
         self._index = index
         self._strategy = strategy
         self.subscriber = Subscriber(index)
-        self._unfollowed: set[str] = set()
+        self._said = False
         fleet.on_member(self._member)
 
     def restarted(self, engine: Engine) -> None:
@@ -43,10 +45,10 @@ class Knowledge(Collector):
                 self.subscriber.add(engine, engine.kv_events)
             except (ValueError, zmq.ZMQError) as error:
                 logger.error("KV events of %s cannot be followed: %s", engine.url, error)
-        elif engine.url not in self._unfollowed:
-            self._unfollowed.add(engine.url)
+        elif not self._said:
+            self._said = True
             logger.warning(
-                "kvaware goes by what was sent to %s: no KV events are configured for it (--kv-events)",
+                "kvaware goes by what was sent to engines without --kv-events, %s first; this is logged once",
                 engine.url,
             )
 
@@ -70,7 +72,8 @@ class Knowledge(Collector):
             labels=("kind",),
         )
         counts = {"batch": self.subscriber.batches, "unread": self.subscriber.unread}
-        for kind, count in (counts | dict(self.subscriber.counts)).items():
+        counts |= dict.fromkeys(_KINDS, 0) | self.subscriber.counts
+        for kind, count in counts.items():
             events.add_metric((kind,), count)
         dropped = CounterMetricFamily(
             "tandem_kv_blocks_dropped", "KV blocks that could not be placed, by reason.", labels=("reason",)

@@ -41,11 +41,15 @@ class Subscriber:
         index: KvIndex,
         *,
         replay_timeout: float = 5.0,
+        second_look: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`replay_timeout`: seconds without another batch after which a replay is given up."""
+        """`replay_timeout`: seconds without another batch after which a replay is given up. `second_look`:
+        seconds after a first replay in which the subscription is surely connected; what was published after
+        the one and before the other is asked for then."""
         self._index = index
-        self._replay_timeout = replay_timeout
+        self.replay_timeout = replay_timeout
+        self.second_look = second_look
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -124,8 +128,8 @@ class Subscriber:
                 return
         self._turn = self._loop.call_soon(self._work)
 
-    def replay_timer(self, then: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_later(self._replay_timeout, then)
+    def later(self, seconds: float, then: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(seconds, then)
 
     def watch(self, socket: zmq.Socket[bytes], then: Callable[[], None]) -> None:
         self._loop.add_reader(socket.fileno(), then)
@@ -161,6 +165,7 @@ class _Feed:
         self._todo: deque[Work] = deque()
         self._answers: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._check: asyncio.TimerHandle | None = None
         self._said = False
         self._closed = False
         self.queued = False
@@ -197,6 +202,8 @@ class _Feed:
         self._todo.clear()
         self.sequence.out.clear()
         self._end_replay()
+        if self._check is not None:
+            self._check.cancel()
         self._subscriber.unwatch(self._events)
         self._events.close(linger=0)
         self._closed = True
@@ -245,19 +252,31 @@ class _Feed:
             return
         self._subscriber.watch(self._answers, self._readable)
         self._answers.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")], zmq.NOBLOCK)
-        self._timer = self._subscriber.replay_timer(self._give_up)
+        self._wait()
 
     def _answer(self, frames: list[bytes]) -> None:
         if len(frames) != 4 or len(frames[2]) != _NUMBER_BYTES:
             return
-        if frames[2] == _END:
-            self._end_replay()
-            self.sequence.replay_ended()
-            return
+        if frames[2] != _END:
+            self._wait()
+            self.sequence.replayed(int.from_bytes(frames[2], "big"), frames[3])
+            if not self.sequence.replay_is_over:
+                return
+        self._end_replay()
+        if self.sequence.fresh and self._check is None:
+            self._check = self._subscriber.later(self._subscriber.second_look, self._look_again)
+        self.sequence.replay_ended()
+
+    def _look_again(self) -> None:
+        self._check = None
+        self.sequence.check()
+        self._subscriber.wake(self)
+
+    def _wait(self) -> None:
+        """For the next batch of a replay."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = self._subscriber.replay_timer(self._give_up)
-        self.sequence.replayed(int.from_bytes(frames[2], "big"), frames[3])
+        self._timer = self._subscriber.later(self._subscriber.replay_timeout, self._give_up)
 
     def _give_up(self) -> None:
         self._end_replay()

@@ -265,8 +265,9 @@ def foreign_kv(blocks: Sequence[Block], tokens: list[int], count: int, block_siz
         if source is None or source.taint or block.start != i * block_size or block.filled < held:
             return _digest(blocks, block_size)
         end = block.start + held
-        if right.get(id(source), 0) < end:
-            if source.tokens is not tokens and source.tokens[:end] != tokens[:end]:
+        known = right.get(id(source), 0)
+        if known < end:
+            if source.tokens is not tokens and source.tokens[known:end] != tokens[known:end]:
                 return _digest(blocks, block_size)
             right[id(source)] = end
     return b""

@@ -55,6 +55,33 @@ def test_a_batch_is_read() -> None:
     assert isinstance(three, AllBlocksCleared)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_size": 0},
+        {"block_size": -2},
+        {"block_size": 2**40},
+        {"group_idx": -1},
+        {"group_idx": 2**40},
+        {"block_hashes": [2**64 - 1, None]},
+    ],
+    ids=str,
+)
+def test_numbers_that_mean_nothing_are_not_read(wrong: dict[str, Any]) -> None:
+    """A prompt's hashes are worked out for each block size that occurs: for one of 0 they cannot be."""
+    events, unread = decode(batch(stored(**wrong), stored()))
+    assert ([type(e) for e in events], unread) == ([BlockStored], 1)
+
+
+def test_extra_keys_of_other_blocks_are_not_taken_for_these() -> None:
+    index = KvIndex()
+    rank = index.follow(engine("http://e:1"), complete=True)
+    for event in decode(batch(stored(extra_keys=[["salt"]])))[0]:
+        for work in event.pieces():
+            work(index, rank)
+    assert (index.count, dict(index.dropped)) == (0, {"unaligned": 2})
+
+
 def test_what_cannot_be_read_costs_only_itself() -> None:
     events, unread = decode(batch({"type": "BlockSplit"}, stored(token_ids="?"), stored(), "text"))
     assert [type(e) for e in events] == [BlockStored]

@@ -8,7 +8,7 @@ from random import Random
 
 from tandem.router.engines import Engine
 from tandem.router.strategies.base import LEADERS, MANY, Choice, Prompt, draw
-from tandem.router.strategies.load import REQUEST_TOKENS, RecentWork, queued
+from tandem.router.strategies.load import REQUEST_TOKENS, RecentWork, computing, queued
 from tandem.router.strategies.prefixes import MISS, Hit, Prefixes
 
 HIT_WORTH = 12.0
@@ -76,8 +76,8 @@ class CacheAware:
             hit = chosen[2]
         else:
             hit = self._prefixes.match(prompt, [engine], 0).hit(engine)
-        computed = (prompt.tokens or 0) - max(hit.tokens, hit.coming)
-        self._tokens.add(engine, computed + REQUEST_TOKENS)
+        work = computing(prompt.tokens or 0, max(hit.tokens, hit.coming))
+        self._tokens.add(engine, work + REQUEST_TOKENS)
         self._requests.add(engine, 1)
         self._prefixes.sent(prompt, engine)
 

@@ -2,7 +2,9 @@
 
 Batches carry consecutive numbers from 0. PUB/SUB loses what was published before the subscription and what
 overflowed, but keeps the order, so a live number that is not above the last live one is a new publisher's.
-A publisher can be asked to send again from a number on, as far back as it keeps them.
+A publisher can be asked to send again from a number on, as far back as it keeps them. vLLM's sends the whole
+answer at once, and its socket drops what it has no room for, without a word: any but the first 1,000 batches,
+and the end. So what comes up to a hole is taken, and the rest asked for, until nothing new comes.
 
 To fill a gap one batch more is asked for than was missed: the last one had. If it is not the same, byte for
 byte (it has a time stamp), the publisher has been restarted, or no longer keeps that far back: all that was
@@ -41,9 +43,12 @@ class Sequence:
         self._last = b""
         # Of the replay under way: whether it is the first since all was forgotten; whether it has shown that
         # the publisher is the one that was known; whether it has shown the contrary, or has a hole.
-        self._fresh = True
+        self.fresh = True
         self._proved = True
         self._broken = False
+        # Whether it has brought anything new; whether it is the last attempt to fill a gap, or to begin anew.
+        self._progress = False
+        self._last_attempt = False
         self._tried = False
         self._held: deque[tuple[int, bytes]] = deque(maxlen=_HELD)
 
@@ -84,34 +89,56 @@ class Sequence:
         elif number > self._next or not self._proved:
             self._broken = True
             return
+        self._progress = True
         self.counts["replayed"] += 1
         self._deliver(number, payload)
 
+    @property
+    def replay_is_over(self) -> bool:
+        """Whether what else comes of the replay under way is of no use."""
+        return self._broken
+
     def replay_ended(self) -> None:
-        """The publisher has sent all it keeps."""
-        if self._fresh:
+        """The publisher has sent all it keeps, or what it has sent has a hole."""
+        gap = bool(self._held) and self._held[0][0] > self._expected
+        if self._progress and (gap or not self._held):
+            self._want(self._expected - 1)  # it may have been cut short
+        elif self.fresh:
             if self._next is None and not self._held:
                 # Nothing was published yet.
                 self.out.append(Forget(complete=True))
                 self._next = 0
             self._go_on(tried=True)
-        elif self._broken or not self._proved or (self._held and self._held[0][0] > self._expected):
-            self._lose()
-            self._want(0)
-        else:
+        elif not (gap or self._broken or not self._proved):
             self._go_on()
+        elif self._last_attempt:
+            self._lose()
+            self._go_on(tried=True)
+        else:
+            self._lose()
+            self._last_attempt = True
+            self._want(0)
 
     def replay_failed(self) -> None:
         """No answer, or none to the end."""
+        if self._progress:
+            self._want(self._expected - 1)
+            return
         if self._broken:
             self._lose()
         self._go_on(tried=True)
+
+    def check(self) -> None:
+        """Have what may have been missed unnoticed sent again."""
+        if self._replays and self.ask is None:
+            self._want(max(0, self._expected - 1))
 
     def restarted(self) -> None:
         """The publisher is known to be another."""
         self.counts["restart"] += 1
         self._next, self._last_live = None, -1
         self._held.clear()
+        self._last_attempt = False
         self.out.clear()
         self.out.append(Forget(complete=False))
         if self._replays:
@@ -126,9 +153,10 @@ class Sequence:
 
     def _want(self, first: int) -> None:
         self.ask = first
-        self._fresh = self._next is None
-        self._proved = self._fresh or self._next == 0
+        self.fresh = self._next is None
+        self._proved = self.fresh or self._next == 0
         self._broken = False
+        self._progress = False
 
     def _lose(self) -> None:
         self.counts["lost"] += 1
@@ -136,6 +164,7 @@ class Sequence:
 
     def _go_on(self, *, tried: bool = False) -> None:
         self.ask = None
+        self._last_attempt = False
         held = list(self._held)
         self._held.clear()
         if held:  # the first of them has been seen before, where it made the replay be wanted
