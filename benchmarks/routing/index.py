@@ -184,7 +184,7 @@ def choices(engines: int) -> dict[str, float]:
         DecoderScore,
         KvAware,
         KvIndex,
-    KvPrefixes,
+        KvPrefixes,
         LeastLoaded,
         PrefixAware,
         Prompt,

@@ -21,8 +21,8 @@ ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing"
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """Of benchmarks/routing, which is no package; `trace` is also the name of a module of Python's."""
-    names = ("trace", "replay")
+    """Of benchmarks/routing, which is no package."""
+    names = ("traces", "replay")
     others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(ROUTING))
     try:
@@ -35,8 +35,8 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture(scope="module")
-def trace(modules: dict[str, ModuleType]) -> ModuleType:
-    return modules["trace"]
+def traces(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["traces"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def replay(modules: dict[str, ModuleType]) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def model(trace: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = trace.write_model(tmp_path_factory.mktemp("model"))
+def model(traces: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = traces.write_model(tmp_path_factory.mktemp("model"))
     return folder
 
 
@@ -66,9 +66,9 @@ def entries(first: int, end: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[first:end]]
 
 
-def test_prompts_have_the_traces_tokens_and_share_its_blocks(trace: ModuleType, model: Path) -> None:
+def test_prompts_have_the_traces_tokens_and_share_its_blocks(traces: ModuleType, model: Path) -> None:
     counter = load(model)
-    requests = trace.load(requests=1360)[1260:]
+    requests = traces.load(requests=1360)[1260:]
     ids = [counter.completion({"prompt": r.text}).ids for r in requests]
     given = entries(1260, 1360)
     assert [len(i) for i in ids] == [e["input_length"] for e in given] == [r.prompt_tokens for r in requests]
@@ -84,8 +84,8 @@ def test_prompts_have_the_traces_tokens_and_share_its_blocks(trace: ModuleType, 
     assert pairs, "nothing of it is shared"
 
 
-def test_a_simulated_engine_counts_these_tokens(trace: ModuleType, model: Path) -> None:
-    requests = trace.load(requests=12)
+def test_a_simulated_engine_counts_these_tokens(traces: ModuleType, model: Path) -> None:
+    requests = traces.load(requests=12)
 
     async def counts() -> list[int]:
         client, found = Client(), []
@@ -106,8 +106,8 @@ def test_the_model_takes_any_text(model: Path) -> None:
     assert load(model).completion({"prompt": tricky}).count > 10
 
 
-def test_shorter_blocks_keep_what_is_shared(trace: ModuleType) -> None:
-    whole, short = trace.load(requests=200), trace.load(requests=200, block=64, most_output=16)
+def test_shorter_blocks_keep_what_is_shared(traces: ModuleType) -> None:
+    whole, short = traces.load(requests=200), traces.load(requests=200, block=64, most_output=16)
     for long, brief in zip(whole, short, strict=True):
         assert [stream for stream, _ in long.pieces] == [stream for stream, _ in brief.pieces]
         assert all(tokens == 64 for _, tokens in brief.pieces[:-1])
@@ -115,23 +115,23 @@ def test_shorter_blocks_keep_what_is_shared(trace: ModuleType) -> None:
         assert brief.output_tokens <= 16
 
 
-def test_spreading_keeps_order_and_tick(trace: ModuleType) -> None:
-    requests = trace.load(requests=300)
-    moved = trace.spread(requests, seed=1)
+def test_spreading_keeps_order_and_tick(traces: ModuleType) -> None:
+    requests = traces.load(requests=300)
+    moved = traces.spread(requests, seed=1)
     assert [r.number for r in moved] == list(range(300))
     assert all(0 <= m.at - r.at <= 3 for m, r in zip(moved, requests, strict=True))
     assert len({r.at for r in moved}) == 300
-    assert moved == trace.spread(requests, seed=1) != trace.spread(requests, seed=2)
+    assert moved == traces.spread(requests, seed=1) != traces.spread(requests, seed=2)
 
 
-def request(trace: ModuleType, number: int, blocks: list[int], tail: int = 0) -> Any:
+def request(traces: ModuleType, number: int, blocks: list[int], tail: int = 0) -> Any:
     pieces = [(b, 512) for b in blocks] + ([(-1 - number, tail)] if tail else [])
-    return trace.TraceRequest(number, float(number), tuple(pieces), 1)
+    return traces.TraceRequest(number, float(number), tuple(pieces), 1)
 
 
-def test_the_bound_is_one_cache_that_keeps_what_was_used_last(trace: ModuleType) -> None:
+def test_the_bound_is_one_cache_that_keeps_what_was_used_last(traces: ModuleType) -> None:
     def bound(blocks: int, *asked: list[int], tail: int = 0) -> float:
-        found: float = trace.bound([request(trace, n, a, tail) for n, a in enumerate(asked)], blocks)
+        found: float = traces.bound([request(traces, n, a, tail) for n, a in enumerate(asked)], blocks)
         return found
 
     assert bound(10, [1, 2], [1, 2], tail=512) == pytest.approx(2 / 6)
@@ -141,8 +141,8 @@ def test_the_bound_is_one_cache_that_keeps_what_was_used_last(trace: ModuleType)
     assert bound(3, [1, 2], [3], [1], [4], [1, 2], tail=1) * (7 * 512 + 5) == pytest.approx(2 * 512)
 
 
-def test_the_hot_prefix_is_shared_by_its_part(trace: ModuleType) -> None:
-    requests = trace.hot_prefix(400, 2.0, seed=3)
+def test_the_hot_prefix_is_shared_by_its_part(traces: ModuleType) -> None:
+    requests = traces.hot_prefix(400, 2.0, seed=3)
     hot = [r for r in requests if r.pieces[0] == (0, 8000)]
     assert len(hot) / 400 == pytest.approx(0.8, abs=0.06)
     assert requests[-1].at == pytest.approx(200, rel=0.2)
@@ -153,12 +153,12 @@ def test_the_hot_prefix_is_shared_by_its_part(trace: ModuleType) -> None:
 
 
 def test_a_replay_sends_at_the_traces_times_and_tells_of_each_answer(
-    trace: ModuleType, replay: ModuleType, model: Path
+    traces: ModuleType, replay: ModuleType, model: Path
 ) -> None:
     profile = CostProfile(
         step=0.01, prefill_token=0.001, prefill_attention=0, decode_sequence=0, decode_context=0
     )
-    asked = [trace.TraceRequest(i, at, ((i, 100 + i),), 4) for i, at in enumerate((0.0, 3.0, 9.0))]
+    asked = [traces.TraceRequest(i, at, ((i, 100 + i),), 4) for i, at in enumerate((0.0, 3.0, 9.0))]
 
     async def answers(model_name: str) -> list[Any]:
         async with Fleet([engine(model)], profile=profile, environment={}) as fleet:
@@ -179,7 +179,7 @@ def test_a_replay_sends_at_the_traces_times_and_tells_of_each_answer(
     assert replay.figures(bad, 3.0)["errors"] == 3
 
 
-def test_a_request_names_its_conversation(trace: ModuleType) -> None:
-    first, again, other = (request(trace, n, blocks) for n, blocks in enumerate(([0, 1], [0, 1, 2], [0, 3])))
+def test_a_request_names_its_conversation(traces: ModuleType) -> None:
+    first, again, other = (request(traces, n, blocks) for n, blocks in enumerate(([0, 1], [0, 1, 2], [0, 3])))
     assert first.session == again.session != other.session
-    assert request(trace, 9, [7]).session == "7"
+    assert request(traces, 9, [7]).session == "7"

@@ -49,7 +49,13 @@ def lmcache(draw: st.DrawFn, decoders: int) -> dict[str, Any]:
 
 
 ATTRIBUTES = st.sampled_from(
-    ["", ",zone=a", ",model=m/x,zone=a", ",kv-events=ipc:///run/x,kv-replay=ipc:///run/y", ",kv-events=tcp://*:5"]
+    [
+        "",
+        ",zone=a",
+        ",model=m/x,zone=a",
+        ",kv-events=ipc:///run/x,kv-replay=ipc:///run/y",
+        ",kv-events=tcp://*:5",
+    ]
 )
 
 

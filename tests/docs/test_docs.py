@@ -66,7 +66,14 @@ def test_every_command_is_one_that_exists(words: list[str]) -> None:
             pass
         case ["curl", address, *_]:
             # Sent for real, to real engines, in tests/engines.
-            assert address == "http://127.0.0.1:8000/v1/chat/completions"
+            # `/admin/route` is what tests/router/test_admin_route.py asks.
+            assert address in (
+                "http://127.0.0.1:8000/v1/chat/completions",
+                "http://127.0.0.1:9100/admin/route",
+            )
+        case ["vllm", "serve", "MODEL", "--kv-events-config", settings]:
+            rendered = json.loads(kv_events_config(pod_kv_events()))
+            assert json.loads(settings).items() <= rendered.items()
         case _:
             pytest.fail(f"no test knows how to try {shlex.join(words)}")
 

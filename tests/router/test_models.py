@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
+from tandem.http import Request, Responder
 from tandem.prompt import PromptCounter, Tokens
 from tandem.router.engines import State
 
 from .conftest import CHAT, LONG, SHORT, Endpoint, Start
-from .fakes import FakeEngine, eventually, local_counter
+from .fakes import JSON, FakeEngine, eventually, local_counter
 
 TWO = {"p0": ["a"], "p1": ["b"], "d0": ["a"], "d1": ["b"]}
 
@@ -249,6 +251,19 @@ class Letters:
         return set(models)
 
 
+@dataclass
+class Late(FakeEngine):
+    """Says that it is not well until it is up."""
+
+    up: bool = False
+
+    async def _answer(self, request: Request, responder: Responder) -> None:
+        if self.up:
+            await super()._answer(request, responder)
+        else:
+            responder.send(503, JSON, b"{}")
+
+
 def counter_of(letters: Letters) -> PromptCounter:
     return cast(PromptCounter, letters)
 
@@ -287,10 +302,11 @@ async def test_a_model_that_turns_out_to_be_counted_otherwise_is_counted_by_its_
     model says nothing about the other."""
     second = 1 if first == "a" else 0
     letters = Letters()
+    late = Late(f"d{second}")
 
     def before(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        decode[second] = late
         b_counts_otherwise(prefill, decode)
-        decode[second].refuses = lambda seen: True
 
     endpoint = await two_models(start, local=counter_of(letters), before=before, explain=True, wait=False)
     one = endpoint.decode[1 - second]
@@ -299,7 +315,7 @@ async def test_a_model_that_turns_out_to_be_counted_otherwise_is_counted_by_its_
         return endpoint.of(one).state is State.READY
 
     await eventually(compared)
-    endpoint.decode[second].refuses = lambda seen: False
+    late.up = True
     await endpoint.ready()
     letters.counted()
     for decoder in endpoint.decode:

@@ -252,7 +252,7 @@ async def test_no_request_reaches_one_before_it_has_answered_a_canary(start: Sta
 
 
 async def test_decode_engines_come_first_and_those_without_a_role_stand_in_for_them(start: Start) -> None:
-    endpoint = await start(prefill=1, decode=1, roleless=2, routing_strategy="roundrobin")
+    endpoint = await start(prefill=1, decode=1, roleless=2, max_fallbacks=0)
     (decoder,), (prefiller,) = endpoint.decode, endpoint.prefill
     for body in (SHORT, LONG):
         assert (await endpoint.post(body)).status_code == 200
@@ -269,7 +269,9 @@ async def test_decode_engines_come_first_and_those_without_a_role_stand_in_for_t
     assert all(s.kv is None for e in endpoint.roleless for s in e.seen)
 
     decoder.refuses = lambda seen: False
-    await endpoint.ready()
+    back = endpoint.of(decoder)
+    await endpoint.look_at(decoder, lambda engine: engine.state is State.READY)
+    await endpoint.look_at(prefiller, lambda engine: endpoint.app.fleet.is_proved(engine, back))
     assert (await endpoint.post(LONG)).status_code == 200
     assert len(prefiller.requests) == 2
     assert [len(e.requests) for e in endpoint.roleless] == [2, 2]

@@ -17,7 +17,7 @@ import yaml
 
 from tandem.api.conversion import ANNOTATION_V1_FIELDS
 from tandem.api.crd import annotation_schemas, schema_problems
-from tandem.api.load import Problem, _StrictLoader, field_path
+from tandem.api.load import Problem, StrictLoader, field_path
 from tandem.api.models import Role
 
 PREFIX = "tandem.dev/"
@@ -99,13 +99,15 @@ def _value(text: str, schema: dict[str, Any]) -> tuple[Any, list[tuple[tuple[str
         value = {"true": True, "false": False}.get(text, text)
     elif schema["type"] != "string":
         try:
-            value = yaml.load(text, Loader=_StrictLoader)
+            value = yaml.load(text, Loader=StrictLoader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             at = f" (line {mark.line + 1}, column {mark.column + 1} of the value)" if mark else ""
             return None, [((), f"is not YAML: {error.problem or error.context}{at}")]
-        except (yaml.YAMLError, RecursionError) as error:
-            return None, [((), f"is not YAML: {str(error) or 'it is nested too deeply'}")]
+        except yaml.YAMLError as error:
+            return None, [((), f"is not YAML: {error}")]
+        except RecursionError:
+            return None, [((), "is not YAML: it is nested too deeply")]
     return value, list(schema_problems(value, schema))
 
 

@@ -111,12 +111,13 @@ def _record(text: Any) -> dict[str, Any]:
     if not isinstance(fields, dict) or not isinstance(record.get("annotation", ""), str):
         raise ConversionError(f"{where}: is not what Tandem writes there; take it away")
     known = {".".join(path): path for path in absent_fields("v1alpha1")}
-    problems = []
+    problems: list[str] = []
+    whole = spec_and_status()
     for key, value in fields.items():
         if key not in known:
             problems.append(f"{key}: is not a field that v1alpha1 lacks")
             continue
-        schema = spec_and_status()
+        schema = whole
         for name in known[key]:
             schema = schema["properties"][name]
         problems += [f"{field_path(at)}: {what}" for at, what in schema_problems(value, schema, known[key])]

@@ -49,7 +49,7 @@ def load_endpoint(path: Path) -> tuple[Endpoint, dict[str, Any]]:
 def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]:
     """Like `load_endpoint`, from text; `source` names it in errors."""
     try:
-        documents = [d for d in yaml.load_all(text, Loader=_StrictLoader) if d is not None]
+        documents = [d for d in yaml.load_all(text, Loader=StrictLoader) if d is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
@@ -145,7 +145,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Reads as the API server does: a key given twice is refused, where plain YAML lets the last one win,
     and a date is a string."""
 
@@ -162,7 +162,7 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
 
-_StrictLoader.yaml_implicit_resolvers = {
+StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }

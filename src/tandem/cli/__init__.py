@@ -14,6 +14,7 @@ COMMANDS = {
     "up": "run an endpoint on this machine",
     "router": "run the router alone",
     "sim": "run simulated vLLM engines",
+    "crd": "print the CustomResourceDefinition of the resource, for kubectl apply",
     "calibrate": "measure a vLLM engine, for simulated ones that take as long",
 }
 

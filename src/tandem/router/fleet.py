@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.router.engines import Engine, EngineRole, State
@@ -112,12 +112,27 @@ class Fleet:
         if begun != (prefiller.losses, decoder.losses) or decoder.state is State.WAITING:
             return False
         self._proved.add((prefiller, decoder))
+        if prefiller.state is State.READY:
+            prefiller.why = ""
+            self._paired(prefiller, decoder)
+            return True
         if prefiller.state is State.WAITING:  # one that is suspect has more to show
             self._join(prefiller)
-        elif prefiller.state is State.READY:
-            prefiller.why = ""
         self._changed()
         return True
+
+    def _paired(self, prefiller: Engine, decoder: Engine) -> None:
+        """What `_changed` would work out, where nothing else has changed: proofs are as many as pairs."""
+        for group in {id(each): each for each in (self._everybody, *self._groups.values())}.values():
+            if not {prefiller, decoder} <= group.members:
+                continue
+            prefillers = (p for p in self._of[EngineRole.PREFILL] if p in group.members)
+            known = in_use(p for p in prefillers if (p, decoder) in self._proved)
+            group.prefillers[decoder] = self._candidates(known)
+            pairable = [d for d in group.decoders.all if d in group.prefillers]
+            if len(pairable) > len(group.pairable.all):
+                group.pairable = self._candidates(pairable)
+        self._tell()
 
     def _join(self, engine: Engine) -> None:
         engine.state, engine.why, engine.failures = State.READY, "", 0
@@ -169,15 +184,10 @@ class Fleet:
         by_url = sorted(self.engines, key=lambda e: e.url)
         self._of = {role: [e for e in by_url if e.role is role] for role in EngineRole}
         self._ready = {role: in_use(engines) for role, engines in self._of.items()}
-        lists: dict[tuple[Engine, ...], Candidates] = {}
+        self._lists: dict[tuple[Engine, ...], Candidates] = {}
+        candidates = self._candidates
 
-        def candidates(engines: list[Engine]) -> Candidates:
-            key = tuple(engines)
-            if key not in lists:
-                lists[key] = Candidates(engines, self._ramp_up, self._clock)
-            return lists[key]
-
-        def group(members: Iterable[Engine]) -> Group:
+        def group(members: list[Engine]) -> Group:
             of = {role: [e for e in members if e.role is role] for role in EngineRole}
             decoders = [d for d in of[EngineRole.DECODE] if d.state is not State.WAITING]
             proved = {
@@ -188,6 +198,7 @@ class Fleet:
             cards = [card for e in used for card in e.models]
             lengths = [card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)]
             return Group(
+                members=frozenset(members),
                 decoders=candidates(used),
                 pairable=candidates([e for e in used if e in prefillers]),
                 prefillers=prefillers,
@@ -229,6 +240,16 @@ class Fleet:
             self._groups[name] = groups[key]
         used = {e for each in groups.values() for e in each.decoders.all}
         self._answering = [e for e in answer if e in used]
+        self._tell()
+
+    def _candidates(self, engines: list[Engine]) -> Candidates:
+        """Equal lists are one."""
+        key = tuple(engines)
+        if key not in self._lists:
+            self._lists[key] = Candidates(engines, self._ramp_up, self._clock)
+        return self._lists[key]
+
+    def _tell(self) -> None:
         for listener in self._listeners:
             listener()
 

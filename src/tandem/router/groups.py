@@ -6,7 +6,7 @@ request, and equal lists are one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.router.engines import Engine, EngineRole, State
@@ -71,15 +71,17 @@ def _load(engine: Engine) -> int:
 NOBODY = Candidates(NO_ENGINES)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
-    """The engines that serve one model, or all of them."""
+    """The engines that serve one model, or all of them. Changed by the fleet alone."""
 
+    members: frozenset[Engine]
+    """All of them, in use or not."""
     decoders: Candidates
     """Those in use that answer; see `answering`."""
     pairable: Candidates
     """Of these, decode engines that a prefill engine in use has been proved with."""
-    prefillers: Mapping[Engine, Candidates]
+    prefillers: dict[Engine, Candidates]
     """For each decode engine that has any, the prefill engines in use that have been proved with it."""
     prefillers_exist: bool
     """Whether any prefill engine is known that might serve them, in use or not."""

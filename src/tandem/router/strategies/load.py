@@ -12,8 +12,8 @@ REQUEST_TOKENS = 64
 overhead."""
 
 ATTENTION_TOKENS = 40_000
-"""So many tokens before it make a token cost twice as much. A forward pass takes 2 x parameters operations for
-a token, and 4 x layers x width for each token before it: 31,000 for Llama 3.1 8B, 54,000 for 70B."""
+"""So many tokens before it make a token cost twice as much. A forward pass takes 2 x parameters operations
+for a token, and 4 x layers x width for each token before it: 31,000 for Llama 3.1 8B, 54,000 for 70B."""
 
 
 def queued(engine: Engine) -> int:

@@ -1,0 +1,211 @@
+"""A real API server for the whole session: kube-apiserver and etcd, without nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.api.crd import NAME, crd
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_SECONDS = 90
+TOKEN = "test"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that asks for the API server waits until it is there."""
+    for item in items:
+        if "api_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(START_SECONDS + 180))
+
+
+@dataclass(frozen=True)
+class ApiServer:
+    kubectl_path: Path
+    kubeconfig: Path
+
+    def kubectl(self, *words: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
+        """Run kubectl; `stdin` is text, or an object that is given as JSON."""
+        text = stdin if stdin is None or isinstance(stdin, str) else json.dumps(stdin)
+        argv = [str(self.kubectl_path), f"--kubeconfig={self.kubeconfig}", *words]
+        return subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+
+    def get(self, *words: str, stdin: Any = None) -> Any:
+        """The object that kubectl prints."""
+        done = self.kubectl(*words, "-o", "json", stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def raw(self, path: str) -> Any:
+        done = self.kubectl("get", "--raw", path)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def install(self, definition: dict[str, Any]) -> None:
+        """Apply a CustomResourceDefinition and wait until it is served."""
+        done = self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=definition)
+        assert done.returncode == 0, done.stderr
+        done = self.kubectl("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=60s")
+        assert done.returncode == 0, done.stderr
+
+    def refusals(self, resource: dict[str, Any]) -> list[str]:
+        """What the API server says against creating an object; nothing when it would take it."""
+        done = self.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=resource)
+        return [] if done.returncode == 0 else done.stderr.splitlines()
+
+
+@pytest.fixture(scope="session")
+def bare_api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server as it comes, without Tandem's resource."""
+    with started(_assets(), tmp_path_factory.mktemp("kube")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def api_server(bare_api_server: ApiServer) -> ApiServer:
+    """An API server that serves InferenceEndpointConfig."""
+    bare_api_server.install(crd())
+    return bare_api_server
+
+
+@pytest.fixture
+def namespace(api_server: ApiServer) -> str:
+    """A namespace of the test's own."""
+    name = f"test-{uuid.uuid4().hex[:10]}"
+    done = api_server.kubectl("create", "namespace", name)
+    assert done.returncode == 0, done.stderr
+    return name
+
+
+def _assets() -> Path:
+    """The folder with kube-apiserver, etcd and kubectl. Without one the test is skipped; in CI it fails."""
+    named = os.environ.get("KUBEBUILDER_ASSETS")
+    beside = REPOSITORY.parent / "shared/kube/cluster"
+    if not named and beside.exists():
+        done = subprocess.run([beside, "assets"], capture_output=True, text=True, check=True)
+        named = done.stdout.strip()
+    if named and (Path(named) / "kube-apiserver").exists() and shutil.which("openssl"):
+        return Path(named)
+    lack = (
+        "needs openssl, kube-apiserver, etcd and kubectl: set KUBEBUILDER_ASSETS to the folder that has the "
+        "last three, as printed by `setup-envtest use -p path`"
+    )
+    if os.environ.get("CI") == "true":
+        pytest.fail(lack)
+    pytest.skip(lack)
+
+
+@contextmanager
+def started(assets: Path, folder: Path) -> Iterator[ApiServer]:
+    """Start etcd and the API server in a folder, on free ports; both are ended at the end."""
+    etcd, peers, secure = _free_ports(3)
+    key = folder / "service-accounts.key"
+    subprocess.run(["openssl", "genrsa", "-out", key, "2048"], capture_output=True, check=True)
+    (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n")
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(_kubeconfig(secure, folder / "certs/apiserver.crt")))
+    with ExitStack() as ended:
+        for argv in (
+            [
+                "etcd",
+                f"--data-dir={folder}/etcd",
+                "--unsafe-no-fsync",
+                "--log-level=error",
+                f"--listen-client-urls=http://127.0.0.1:{etcd}",
+                f"--advertise-client-urls=http://127.0.0.1:{etcd}",
+                f"--listen-peer-urls=http://127.0.0.1:{peers}",
+            ],
+            [
+                "kube-apiserver",
+                f"--etcd-servers=http://127.0.0.1:{etcd}",
+                "--bind-address=127.0.0.1",
+                f"--secure-port={secure}",
+                f"--cert-dir={folder}/certs",
+                f"--token-auth-file={folder}/tokens.csv",
+                "--authorization-mode=RBAC",
+                "--service-cluster-ip-range=10.0.0.0/24",
+                "--service-account-issuer=https://kubernetes.default.svc",
+                f"--service-account-key-file={key}",
+                f"--service-account-signing-key-file={key}",
+                # There are no controllers, so no namespace gets its default service account.
+                "--disable-admission-plugins=ServiceAccount",
+            ],
+        ):
+            ended.enter_context(_process(assets, argv, folder / f"{argv[0]}.log"))
+        server = ApiServer(assets / "kubectl", kubeconfig)
+        end = time.monotonic() + START_SECONDS
+        while server.kubectl("get", "--raw", "/readyz").returncode != 0:
+            log = (folder / "kube-apiserver.log").read_text("utf-8", "replace")[-2000:]
+            assert time.monotonic() < end, f"kube-apiserver did not become ready:\n{log}"
+            time.sleep(0.2)
+        yield server
+
+
+@contextmanager
+def _process(assets: Path, argv: list[str], log: Path) -> Iterator[None]:
+    with log.open("wb") as out:
+        process = subprocess.Popen([assets / argv[0], *argv[1:]], stdout=out, stderr=out)
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [int(s.getsockname()[1]) for s in sockets]
+
+
+def _kubeconfig(port: int, certificate: Path) -> dict[str, Any]:
+    server = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(certificate)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "clusters": [{"name": "test", "cluster": server}],
+        "users": [{"name": "test", "user": {"token": TOKEN}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+    }
+
+
+def resource(text: str, namespace: str = "default") -> dict[str, Any]:
+    """A manifest in a namespace."""
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    loaded["metadata"]["namespace"] = namespace
+    return loaded
+
+
+def with_fields(text: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with fields set by path (`spec.worker.args`); ... takes one away."""
+    loaded = resource(text)
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        place = loaded
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is ...:
+            del place[name]
+        else:
+            place[name] = value
+    return loaded
