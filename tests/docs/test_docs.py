@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,7 +15,15 @@ import yaml
 from tandem.api import parse_endpoint
 from tandem.cli import parse
 from tandem.config import RouterConfig, flags_tables, router_config
-from tandem.engine import Core, EnginePorts, Machine, engine_count, plan
+from tandem.engine import (
+    Core,
+    EnginePorts,
+    Machine,
+    engine_count,
+    kv_events_config,
+    plan,
+    pod_kv_events,
+)
 from tandem.http import Client
 from tandem.router.budgets import Budgets
 from tandem.router.connectors import Nixl
