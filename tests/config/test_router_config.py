@@ -70,6 +70,12 @@ def kv_events(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def discovered(draw: st.DrawFn) -> dict[str, Any]:
+    names = st.sampled_from(["prefill=p.svc:8081", "both=_http._tcp.x"])
+    return {"discover_file": draw(st.none() | TEXT), "discover_dns": tuple(draw(st.lists(names)))}
+
+
+@st.composite
 def configurations(draw: st.DrawFn) -> RouterConfig:
     urls = draw(st.lists(URLS, min_size=1, max_size=6, unique=True))
     decoders = draw(st.integers(1, len(urls)))
@@ -88,8 +94,6 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         kv_index_blocks=draw(st.integers(1, 2**31 - 1)),
         uncached_threshold=draw(st.booleans()),
         pair_labels=tuple(draw(st.lists(st.sampled_from(["zone", "a/b.c-d_e"]), max_size=2))),
-        discover_file=draw(st.none() | TEXT),
-        discover_dns=tuple(draw(st.lists(st.sampled_from(["prefill=p.svc:8081", "both=_http._tcp.x"])))),
         ramp_up=draw(seconds(0, 3600)),
         counted_model=tuple(draw(st.lists(TEXT, max_size=2))),
         admin_host=draw(TEXT),
@@ -119,7 +123,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         max_queue_size=draw(st.integers(0, 2**31 - 1)),
         queue_timeout=draw(seconds(0, 60)),
         overflow_status_code=draw(st.integers(400, 599)),
-        **draw(st.just({}) | lmcache(decoders)),
+        **draw(discovered() | lmcache(decoders)),
         drain_delay=draw(seconds(0, 600)),
         drain_timeout=draw(seconds(0, 86_400)),
         explain=draw(st.booleans()),

@@ -32,7 +32,9 @@ async def administer(start: Start) -> AsyncIterator[Administer]:
 
 async def test_an_engines_state_load_labels_and_models_are_told(administer: Administer) -> None:
     fake = FakeEngine("a")
-    admin = await administer(fake, labels=",zone=a,tp=2", local=LETTERS)
+    admin = await administer(
+        fake, labels=",zone=a,tp=2", local=LETTERS, routing_strategy="prefixaware"
+    )
     hold = fake.on_generate = Hold()
     request = asyncio.create_task(admin.endpoint.post({**LONG, "max_tokens": 7}))
     await hold.holds()
@@ -53,9 +55,12 @@ async def test_an_engines_state_load_labels_and_models_are_told(administer: Admi
                 "tokensInFlight": tokens + 7,
                 "pendingPromptTokens": tokens,
                 "failuresInARow": 0,
+                "runningByItsMetrics": None,
+                "waitingByItsMetrics": None,
                 "kvUse": 0.0,
                 "cacheTokens": None,
                 "reserved": 0.0,
+                "rampUp": 1.0,
             }
         ],
     }

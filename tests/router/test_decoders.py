@@ -121,7 +121,7 @@ async def test_the_load_is_told_in_the_metrics(start: Start) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_what_an_answer_is_expected_to_take_follows_those_before(start: Start, streamed: bool) -> None:
     """Their outputs have one token and two here, by usage or by what was streamed."""
-    endpoint = await start(prefill=0, decode=1, routing_threshold=1)
+    endpoint = await start(prefill=0, decode=1, routing_strategy="prefixaware")
     (decoder,) = endpoint.decode
     body = {"model": "m", "prompt": "hi"}
 

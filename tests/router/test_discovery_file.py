@@ -115,7 +115,7 @@ BAD = {
     ONE.replace("http:", "https:"): "line 1: engines[0].url: 'https://10.0.0.1:8081' is not an http:// URL",
     ONE.replace(":8081", ""): "engines[0].url: 'http://10.0.0.1' needs a host and a port",
     ONE.replace("8081", "808100"): "engines[0].url: ",
-    ONE.replace("10.0.0.1", "@10.0.0.1"): "engines[0].url: not of the form http://host:port",
+    ONE.replace("10.0.0.1", "@10.0.0.1"): "must be a bare origin",
     ONE.replace("http://10.0.0.1:8081", "[1]"): "engines[0].url: must be text",
     ONE.replace("prefill", "prefil"): (
         "engines[0].role: 'prefil' is not one of prefill, decode, both; did you mean prefill?"

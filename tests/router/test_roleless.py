@@ -81,7 +81,7 @@ async def test_a_session_stays_with_its_engine_whatever_is_asked(start: Start, b
 
 async def test_what_a_request_asks_of_its_engine_counts_there_until_it_ends(start: Start) -> None:
     """Prompts that are not computed yet, and tokens that it will hold until the answer is whole."""
-    endpoint = await alone(start, roleless=1, local=local_counter())
+    endpoint = await alone(start, roleless=1, local=local_counter(), routing_strategy="prefixaware")
     (fake,) = endpoint.roleless
     fake.on_generate = hang
     request = asyncio.create_task(endpoint.post(LONG))

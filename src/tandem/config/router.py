@@ -233,12 +233,12 @@ class RouterConfig:
 
     # Limits
     max_concurrent_requests: int | None = _option(
-        "requests served at once for each decode engine in use (`requestLimits.maxConcurrentRequests`)",
+        "requests served at once for each engine in use that answers (`requestLimits.maxConcurrentRequests`)",
         between(1, 2**31 - 1, int),
         None,
     )
     max_queue_size: int = _option(
-        "requests that may wait beyond those, for each decode engine in use (`requestLimits.maxQueueSize`)",
+        "requests that may wait beyond those, for each such engine (`requestLimits.maxQueueSize`)",
         between(0, 2**31 - 1, int),
         0,
     )
@@ -350,6 +350,11 @@ class RouterConfig:
                     f"engines have {self.lmcache_ranks} (--lmcache-ranks): each writes to a port of its own"
                 )
         for_all = len(given) == 1 and given[0].host is None
+        if not for_all and (self.discover_file or self.discover_dns):
+            raise ValueError(
+                "--lmcache-receivers: with --discover-file or --discover-dns give one without a host, for "
+                "all decode engines: which of several would be whose is not known"
+            )
         if not for_all and len(given) != len(self.decode):
             raise ValueError(
                 f"--lmcache-receivers: {len(given)} are given for {len(self.decode)} decode engines; give "

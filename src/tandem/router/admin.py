@@ -97,9 +97,12 @@ class Admin:
             "tokensInFlight": engine.held_tokens,
             "pendingPromptTokens": engine.pending_tokens,
             "failuresInARow": engine.failures,
+            "runningByItsMetrics": engine.running,
+            "waitingByItsMetrics": engine.waiting,
             "kvUse": round(engine.kv_use, 4),
             "cacheTokens": engine.cache_tokens,
             "reserved": round(self._budgets.share(engine), 4),
+            "rampUp": round(self._fleet.ramp_up(engine), 4),
         }
         if engine.role is EngineRole.DECODE:
             told["prefillers"] = [p.url for p in self._fleet.prefillers_for(engine).all]
@@ -129,11 +132,13 @@ class Admin:
         return None
 
     async def _route(self, request: Request, responder: Responder) -> dict[str, Any]:
-        """What would be chosen for a body now. Nothing is sent, reserved or remembered.
+        """What would be chosen for a body now. Nothing is generated, reserved or remembered of it; where
+        engines count prompts, one counts this.
 
         Raises ApiError as the request itself would get it."""
         api = Api.CHAT if "messages" in Body.parse(request.body) else Api.COMPLETIONS
         job = self._flow.accept(request, responder, api)
+        job.explain = True
         await self._choosing.decide(job)
         waits = False
         if job.path is Path.DISAGGREGATED:

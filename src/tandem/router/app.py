@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -48,8 +48,18 @@ _JSON = (b"content-type", b"application/json")
 class App:
     """The allow-list of paths. Anything else that engines serve is not reachable through a router."""
 
-    def __init__(self, fleet: Fleet, flow: Flow, metrics: Metrics, *, private: bool = False) -> None:
-        """`private`: what names engines is left to the admin port."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        flow: Flow,
+        metrics: Metrics,
+        *,
+        served: Collection[str] = (),
+        private: bool = False,
+    ) -> None:
+        """`served`: the names of models that requests may use; none: all. `private`: what names engines is
+        left to the admin port."""
+        self._served = frozenset(served)
         self.fleet = fleet
         self._private = private
         self.admin: Server | None = None
@@ -104,7 +114,8 @@ class App:
         responder.send(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.render())
 
     def _models(self, responder: Responder) -> None:
-        responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": self.fleet.models}))
+        cards = [card for card in self.fleet.models if not self._served or card["id"] in self._served]
+        responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": cards}))
 
 
 @asynccontextmanager
@@ -148,7 +159,13 @@ async def running(
     decoders = DecoderScore(lambda e: DecoderLoad(e.held_tokens, e.kv_use, budgets.share(e)), made.prefixes)
     choosing = Choosing(config, fleet, counter, connector, budgets, made.strategy, decoders)
     flow = Flow(config, fleet, legs, choosing, gate, handovers, line, metrics)
-    app = App(fleet, flow, metrics, private=config.admin_port is not None)
+    app = App(
+        fleet,
+        flow,
+        metrics,
+        served=config.served_model_name,
+        private=config.admin_port is not None,
+    )
     app.knowledge = knowledge
     source = discovery or discovery_of(config)
     admin = Admin(
@@ -170,6 +187,7 @@ async def running(
         budgets,
         waiting_interval=waiting_interval,
         on_restart=knowledge.restarted if knowledge is not None else lambda engine: None,
+        block_size=config.kv_block_size if made.strategy.reads_prompts else None,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
@@ -240,9 +258,12 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
         if app.admin is not None:
             logger.info("admin port: http://%s:%d", config.admin_host, app.admin.port)
         logger.info(
-            "mode: %d prefill, %d decode, connector %s, strategy %s, threshold %d, counting %s",
+            "mode: %d prefill, %d decode, %d without a role%s, connector %s, strategy %s, threshold %d, "
+            "counting %s",
             len(config.prefill),
             len(config.decode),
+            len(config.engine),
+            " and those discovered" if config.discover_file or config.discover_dns else "",
             config.connector,
             config.routing_strategy,
             config.routing_threshold,

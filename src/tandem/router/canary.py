@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,9 @@ _CANARY_TOKENS = 64
 _RELAPSE = 60.0
 _LONGEST_HOLD = 30.0
 
+# Visits to a ready engine after which it is asked again for its models: adapters come and go.
+_MODELS_EVERY = 6
+
 # Causes of failed legs that may be nothing but work.
 _SILENCE = ("head_timeout", "idle_timeout")
 
@@ -60,6 +64,7 @@ class Prober:
         ready_interval: float = 5.0,
         canary_timeout: float = 60.0,
         on_restart: Callable[[Engine], None] = lambda engine: None,
+        block_size: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -73,6 +78,7 @@ class Prober:
         self._ready_interval = ready_interval
         self._canary_timeout = canary_timeout
         self._on_restart = on_restart
+        self._block_size = block_size
         self._clock = clock
         self._sleep = sleep
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -117,11 +123,13 @@ class Prober:
         (a failed canary may hold KV blocks on the prefiller until their lease ends)."""
         pause = self._waiting_interval
         silences = 0
-        while True:
+        for visits in count():
             engine.alarm.clear()
             if engine.state is State.SUSPECT:
                 await self._sleep(self._hold(engine))
             try:
+                if visits % _MODELS_EVERY == 0 and engine.state is State.READY:
+                    self._fleet.told(engine, await self._ask_models(engine))
                 await self._visit(engine)
                 pause = self._waiting_interval
                 silences = 0
@@ -195,7 +203,8 @@ class Prober:
         failed: LegFailed | None = None
         tried = False
         for decoder in decoders:
-            wanted = suspect or not self._fleet.is_proved(engine, decoder)
+            here = decoder in self._fleet.engines  # it may have left meanwhile
+            wanted = here and (suspect or not self._fleet.is_proved(engine, decoder))
             if wanted and self._fleet.may_meet(engine, decoder):
                 try:
                     tried |= await self._prove_pair(engine, decoder)
@@ -234,7 +243,17 @@ class Prober:
             page = b""
         told = engine_metrics.read(page)
         engine.kv_use = told.kv_use or 0.0
+        engine.running, engine.waiting = told.running, told.waiting
         engine.cache_tokens = 0 if told.prefix_caching is False else told.cache_tokens
+        if self._block_size is not None and told.block_size not in (None, self._block_size):
+            logger.warning(
+                "%s has KV blocks of %d tokens, and --kv-block-size is %d: cached prefixes are expected in "
+                "the wrong sizes; this is logged once",
+                engine.url,
+                told.block_size,
+                self._block_size,
+            )
+            self._block_size = None
         if engine.state is not State.WAITING:
             if told.started is not None and told.started != engine.started:
                 raise LegFailed(engine, "unhealthy", f"{engine.url} was restarted")

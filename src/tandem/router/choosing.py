@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tandem.config import RouterConfig
 from tandem.router.budgets import Budgets, Reservation, possible
-from tandem.router.classify import why_decode_only
+from tandem.router.classify import UNCOUNTED, why_decode_only
 from tandem.router.connectors import Claim, Connector
 from tandem.router.counting import Counter
 from tandem.router.engines import Engine, EngineRole
@@ -25,6 +25,9 @@ from tandem.router.plausible import is_plausible
 from tandem.router.strategies import DecoderScore, OutputEstimate, Space, Strategy
 
 logger = logging.getLogger("tandem.router")
+
+
+_SAID = 8  # engines whose trouble one line tells
 
 
 class FallBack(Exception):
@@ -86,7 +89,8 @@ class Choosing:
         job.expected_output = self.outputs.expect(job.max_tokens)
         if not self.group(job).decoders:
             raise self.not_ready(job)
-        if decode_only is None and (threshold > 0 or job.explain or self._counts_all):
+        matters = decode_only is None and threshold > 0 and self.group(job).prefillers_exist
+        if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
             job.prompt = await self._counter.count(job.api, job.body)
         job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
         if decode_only is not None:
@@ -118,10 +122,10 @@ class Choosing:
         """Choose the path of a prompt that belongs on a prefiller: the job's path and reason."""
         group, tokens = self.group(job), job.prompt.tokens
         longest = group.max_model_len
-        if not group.prefillers_exist:
-            job.reason = Reason.NO_PREFILLERS_CONFIGURED
-        elif tokens is not None and longest is not None and tokens >= longest:
+        if tokens is not None and longest is not None and tokens >= longest:
             job.reason = Reason.OVER_CONTEXT
+        elif not group.prefillers_exist:
+            job.reason = Reason.NO_PREFILLERS_CONFIGURED
         elif not is_plausible(job.api, job.body, tokens, longest):
             job.fall_back(Reason.DOUBTFUL)
         elif (most := self._connector.longest) is not None and job.tokens > most:
@@ -171,15 +175,23 @@ class Choosing:
         job.prefill_choice = None
         if take:
             self._log_choices(job)
-            chooser.sent(job.prompt, made.engine)
+            if job.reason not in (Reason.OVER_CONTEXT, Reason.DOUBTFUL):  # which are not computed
+                chooser.sent(job.prompt, made.engine)
         return made.engine
+
+    def answered(self, job: Job, engine: Engine) -> None:
+        """An engine has begun to answer, or has answered where that is not streamed."""
+        if engine.role is EngineRole.DECODE:
+            self._decoders.computed(job.prompt, engine)
 
     def others(self, job: Job) -> bool:
         """Whether there is an engine in use that this request has not failed on."""
         return any(d not in job.failed_decoders for d in self.group(job).decoders.all)
 
     def not_ready(self, job: Job) -> ApiError:
-        logger.warning("%s cannot be served: %s", job.id, self._fleet.missing or "every decode engine failed")
+        engines = sorted((e for e in self.group(job).members if e.answers), key=lambda e: e.url)
+        whys = [f"{e.url}: {e.why or 'failed this request'}" for e in engines]
+        logger.warning("%s cannot be served: %s", job.id, "; ".join(whys[:_SAID]) or "there is no engine")
         return unavailable("The endpoint is not ready to serve this request. Try again.")
 
     def _usable(self, job: Job, decoders: Candidates) -> list[Engine]:

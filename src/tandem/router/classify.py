@@ -64,6 +64,10 @@ def refuse_internal(body: Body, headers: Headers) -> None:
             raise ApiError(400, f"The header {header.decode()!r} is set by the router; remove it.")
 
 
+UNCOUNTED = frozenset({"prompt_embeds", "prompt_list", "multimodal"})
+"""Reasons of `why_decode_only` for which the tokens of a prompt are not known here."""
+
+
 def why_decode_only(api: Api, body: Body) -> str | None:
     """The first reason why a decoder must serve this request alone, whatever its length; None when it may be
     disaggregated. Raises ApiError 400 for fields that no engine could use."""

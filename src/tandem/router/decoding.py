@@ -47,7 +47,9 @@ class Decoding:
         hit = job.decode_choice.hit_tokens if job.decode_choice is not None else 0
         computes = max(0, job.tokens - hit) if handover is None else 0
         with decoder.busy(computes) as computed:
-            patience = self._config.patience(self._config.first_token_timeout, decoder.pending_tokens)
+            # What it is believed to have, and has not, it computes too.
+            tokens = decoder.pending_tokens + (hit if handover is None else 0)
+            patience = self._config.patience(self._config.first_token_timeout, tokens)
             if not job.body.get("stream"):
                 patience += self._config.answer_timeout  # its head comes with its end
             sent = self._clock()

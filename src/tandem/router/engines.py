@@ -48,6 +48,10 @@ class Engine:
     """Of these, the prompts and the outputs that are expected."""
     kv_use: float = 0.0
     """The part of its KV cache that is in use, 0 to 1, when it last said."""
+    running: int | None = None
+    """Requests that it computes, from all routers, when it last said."""
+    waiting: int | None = None
+    """Requests that wait for that."""
     cache_tokens: int | None = None
     """What its KV cache holds, as it says itself; 0 where it keeps no prefixes."""
     models: list[dict[str, Any]] = field(default_factory=list)

@@ -128,7 +128,10 @@ class Fleet:
                 continue
             prefillers = (p for p in self._of[EngineRole.PREFILL] if p in group.members)
             known = in_use(p for p in prefillers if (p, decoder) in self._proved)
+            before = group.prefillers.get(decoder, NOBODY)
             group.prefillers[decoder] = self._candidates(known)
+            if all(each is not before for each in group.prefillers.values()):
+                self._lists.pop(tuple(before.all), None)
             pairable = [d for d in group.decoders.all if d in group.prefillers]
             if len(pairable) > len(group.pairable.all):
                 group.pairable = self._candidates(pairable)
@@ -180,6 +183,11 @@ class Fleet:
         """Prefillers in use whose KV this decoder has been seen to read."""
         return self._everybody.prefillers.get(decoder, NOBODY)
 
+    def ramp_up(self, engine: Engine) -> float:
+        """The part of an engine's ramp-up that is over, 0 to 1; see `groups.Candidates`."""
+        lists = [*self._everybody.prefillers.values(), *(g.decoders for g in self._groups.values())]
+        return min((each.share(engine) for each in lists if engine in each.all), default=1.0)
+
     def _changed(self) -> None:
         by_url = sorted(self.engines, key=lambda e: e.url)
         self._of = {role: [e for e in by_url if e.role is role] for role in EngineRole}
@@ -230,6 +238,8 @@ class Fleet:
         self._parted = bool(serving) and all(
             sum(e.answers for e in members) < len(answer) for members in serving.values()
         )
+        self.all_told = all(e.models for e in answer)
+        """Whether every engine that answers has told its models."""
         self._everybody = group(by_url)
         groups: dict[tuple[Engine, ...], Group] = {tuple(by_url): self._everybody}
         self._groups: dict[str, Group] = {}

@@ -129,6 +129,10 @@ class Flow:
             raise ApiError(400, f"The field 'model' is missing; several are served: {names}.", param="model")
         if model is None or not known or model in known:
             return model
+        if not self._served and not self._fleet.all_told:
+            raise unavailable(
+                f"The model {model[:100]!r} may be one of an engine that is not up yet. Try again."
+            )
         raise ApiError(
             404,
             f"The model {model[:100]!r} does not exist here. Served: {', '.join(sorted(known))}.",
@@ -281,8 +285,13 @@ class Flow:
         """The decode leg. None: it failed, the client has received nothing, and the request can go on."""
         job.decodes += 1
         self._log_routing(job, f"decoder {decoder.url}", 0.0)
+
+        def first() -> None:
+            on_first()
+            self._choosing.answered(job, decoder)
+
         try:
-            outcome = await self._decoding.run(job, decoder, handover, on_first)
+            outcome = await self._decoding.run(job, decoder, handover, first)
         except LegFailed as failure:
             self._note_failure(job, failure)
             if job.responder.started:
@@ -293,6 +302,8 @@ class Flow:
             return None if self._may_go_on(job, failure) else self._give_up(job, failure)
         if outcome == "ok":
             self._fleet.worked(decoder)
+            if not job.body.get("stream"):
+                self._choosing.answered(job, decoder)
         elif outcome == "failed":
             self._fleet.failed(decoder)
         return outcome

@@ -28,10 +28,10 @@ class Candidates:
         self._ramp_up = ramp_up
         self._clock = clock
         self._kept: dict[tuple[Engine, ...], list[Engine]] = {(): engines}
-        # Of many engines the mean is worked out for every few questions only.
+        # Of many engines it is worked out for every few questions only.
         self._every = max(1, len(engines) // MANY)
         self._asked = 0
-        self._mean = 0.0
+        self._now = engines
         begun = clock() - ramp_up
         self._joining = [e for e in engines if e.joined > begun] if ramp_up else []
         if len(self._joining) == len(engines):  # there are no others
@@ -44,24 +44,28 @@ class Candidates:
         """Those that may be chosen."""
         if not self._joining:
             return self.all
-        time = self._clock()
-        self._joining = [e for e in self._joining if e.joined > time - self._ramp_up]
         if self._asked % self._every == 0:
-            others = len(self.all) - len(self._joining)
-            self._mean = (sum(map(_load, self.all)) - sum(map(_load, self._joining))) / others
+            self._now = self._without_full()
         self._asked += 1
-        full = []
-        for engine in self._joining:
-            share = (time - engine.joined) / self._ramp_up
-            if _load(engine) >= max(1.0, share * self._mean):
-                full.append(engine)
-        key = tuple(full)
-        if key not in self._kept:
+        return self._now
+
+    def share(self, engine: Engine) -> float:
+        """The part of its ramp-up that is over, 0 to 1; 1 for one that was there before."""
+        if engine not in self._joining:
+            return 1.0
+        return min(1.0, (self._clock() - engine.joined) / self._ramp_up)
+
+    def _without_full(self) -> list[Engine]:
+        self._joining = [e for e in self._joining if self.share(e) < 1.0]
+        others = len(self.all) - len(self._joining)
+        mean = (sum(map(_load, self.all)) - sum(map(_load, self._joining))) / others
+        full = tuple(e for e in self._joining if _load(e) >= max(1.0, self.share(e) * mean))
+        if full not in self._kept:
             if len(self._kept) > 64:
                 self._kept = {(): self.all}
             left_out = set(full)
-            self._kept[key] = [e for e in self.all if e not in left_out]
-        return self._kept[key]
+            self._kept[full] = [e for e in self.all if e not in left_out]
+        return self._kept[full]
 
 
 def _load(engine: Engine) -> int:
@@ -113,7 +117,8 @@ def may_pair(prefiller: Engine, decoder: Engine, labels: Sequence[str]) -> bool:
     """Whether KV may go from one to the other: they agree in each of these labels that both have, and, where
     both have told their models, serve one in common."""
     for name in labels:
-        if prefiller.labels.get(name, theirs := decoder.labels.get(name)) != theirs and theirs is not None:
+        ours, theirs = prefiller.labels.get(name), decoder.labels.get(name)
+        if ours is not None and theirs is not None and ours != theirs:
             return False
     if prefiller.models and decoder.models:
         return not prefiller.model_ids.isdisjoint(decoder.model_ids)

@@ -142,6 +142,7 @@ class Subscriber:
         try:
             socket.setsockopt(zmq.RCVHWM, _QUEUED)
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)  # as well
             if kind == zmq.SUB:
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(endpoint)

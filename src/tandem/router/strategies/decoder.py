@@ -86,7 +86,8 @@ class DecoderScore:
             match = self._prefixes.match(prompt, candidates, int(self._rng.random() * len(candidates)))
         compared = candidates
         if len(candidates) > MANY:
-            compared = [*(match.leaders(LEADERS) if match else ()), *draw(candidates, self._rng)]
+            leaders = match.leaders(LEADERS) if match else ()
+            compared = list(dict.fromkeys((*leaders, *draw(candidates, self._rng))))
         elif len(candidates) > 1:  # equals in turn
             first = candidates.index(self._turn.next(candidates))
             compared = [*candidates[first:], *candidates[:first]]
@@ -111,6 +112,10 @@ class DecoderScore:
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
         self._turn.sent(prompt, engine)
+
+    def computed(self, prompt: Prompt, engine: Engine) -> None:
+        """An engine has answered a request, so it has the prompt's KV. Not to be said before: a prompt that a
+        decoder is believed to have may be sent there, past its prefillers."""
         if self._prefixes is not None:
             self._prefixes.sent(prompt, engine)
 

@@ -27,6 +27,9 @@ def computing(tokens: int, cached: int) -> float:
     return computed * (1.0 + (cached + computed / 2) / ATTENTION_TOKENS)
 
 
+_MOST_HALVINGS = 64.0  # at once: after so many nothing is left of what was
+
+
 class RecentWork:
     """How much of the recent work each engine was given, beside the mean of all.
 
@@ -47,7 +50,7 @@ class RecentWork:
         given = self._given
         if engine not in given:
             self._join(engine)
-        self._unit *= 2.0 ** (work / (self._half_life * len(given)))
+        self._unit *= 2.0 ** min(_MOST_HALVINGS, work / (self._half_life * len(given)))
         given[engine] += work * self._unit
         self._total += work * self._unit
         if self._unit > 1e30:
