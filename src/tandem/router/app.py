@@ -187,7 +187,7 @@ async def running(
         budgets,
         waiting_interval=waiting_interval,
         on_restart=knowledge.restarted if knowledge is not None else lambda engine: None,
-        block_size=config.kv_block_size if made.strategy.reads_prompts else None,
+        block_size=config.kv_block_size if made.prefixes is not None else None,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)

@@ -6,6 +6,7 @@ seen to go from to this decoder.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,9 @@ class Choosing:
         if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
             job.prompt = await self._counter.count(job.api, job.body)
         job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
+        if self._strategy.reads_prompts:
+            for _ in job.prompt.chaining(self._config.kv_block_size):
+                await asyncio.sleep(0)  # streams go first
         if decode_only is not None:
             job.reason = decode_only
             logger.info("Conditional routing: reason=%s, disaggregate=False", job.reason)
@@ -121,12 +125,11 @@ class Choosing:
     def disaggregate(self, job: Job) -> None:
         """Choose the path of a prompt that belongs on a prefiller: the job's path and reason."""
         group, tokens = self.group(job), job.prompt.tokens
-        longest = group.max_model_len
-        if tokens is not None and longest is not None and tokens >= longest:
+        if self._over_context(job):
             job.reason = Reason.OVER_CONTEXT
         elif not group.prefillers_exist:
             job.reason = Reason.NO_PREFILLERS_CONFIGURED
-        elif not is_plausible(job.api, job.body, tokens, longest):
+        elif not is_plausible(job.api, job.body, tokens, group.max_model_len):
             job.fall_back(Reason.DOUBTFUL)
         elif (most := self._connector.longest) is not None and job.tokens > most:
             job.fall_back(Reason.OVER_STEP)
@@ -175,7 +178,7 @@ class Choosing:
         job.prefill_choice = None
         if take:
             self._log_choices(job)
-            if job.reason not in (Reason.OVER_CONTEXT, Reason.DOUBTFUL):  # which are not computed
+            if job.reason != Reason.DOUBTFUL and not self._over_context(job):  # which are not computed
                 chooser.sent(job.prompt, made.engine)
         return made.engine
 
@@ -193,6 +196,11 @@ class Choosing:
         whys = [f"{e.url}: {e.why or 'failed this request'}" for e in engines]
         logger.warning("%s cannot be served: %s", job.id, "; ".join(whys[:_SAID]) or "there is no engine")
         return unavailable("The endpoint is not ready to serve this request. Try again.")
+
+    def _over_context(self, job: Job) -> bool:
+        """Whether no engine takes a prompt that is so long."""
+        tokens, longest = job.prompt.tokens, self.group(job).max_model_len
+        return tokens is not None and longest is not None and tokens >= longest
 
     def _usable(self, job: Job, decoders: Candidates) -> list[Engine]:
         """Those of some decoders that this request has not failed on. Raises ApiError 503 when there is

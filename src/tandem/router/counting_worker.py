@@ -23,6 +23,9 @@ from tandem.router.errors import ApiError
 from tandem.router.local_counter import load_counter
 
 
+_NICE = 10
+
+
 def answer(counter: PromptCounter, kind: Kind, data: bytes) -> tuple[Kind, bytes]:
     """The frame that answers one request body."""
     try:
@@ -74,6 +77,8 @@ def main() -> None:
     # Signals to the router's group are the router's to act on: it may drain for a while, and still counts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # Where cores are few, streams go first.
+    os.nice(_NICE)
     # What a library prints must not get among the frames.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

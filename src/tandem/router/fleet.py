@@ -123,18 +123,22 @@ class Fleet:
 
     def _paired(self, prefiller: Engine, decoder: Engine) -> None:
         """What `_changed` would work out, where nothing else has changed: proofs are as many as pairs."""
-        for group in {id(each): each for each in (self._everybody, *self._groups.values())}.values():
+        groups = {id(each): each for each in (self._everybody, *self._groups.values())}.values()
+        left = []
+        for group in groups:
             if not {prefiller, decoder} <= group.members:
                 continue
             prefillers = (p for p in self._of[EngineRole.PREFILL] if p in group.members)
             known = in_use(p for p in prefillers if (p, decoder) in self._proved)
-            before = group.prefillers.get(decoder, NOBODY)
+            left.append(group.prefillers.get(decoder, NOBODY))
             group.prefillers[decoder] = self._candidates(known)
-            if all(each is not before for each in group.prefillers.values()):
-                self._lists.pop(tuple(before.all), None)
             pairable = [d for d in group.decoders.all if d in group.prefillers]
             if len(pairable) > len(group.pairable.all):
                 group.pairable = self._candidates(pairable)
+        used = {id(each) for group in groups for each in group.prefillers.values()}
+        for before in left:
+            if id(before) not in used:
+                self._lists.pop(tuple(before.all), None)
         self._tell()
 
     def _join(self, engine: Engine) -> None:

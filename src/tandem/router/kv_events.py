@@ -142,7 +142,9 @@ class Subscriber:
         try:
             socket.setsockopt(zmq.RCVHWM, _QUEUED)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, 1)  # as well
+            # Not for names: one with addresses of both would be looked for at the other one, while vLLM's
+            # tcp://* is IPv4.
+            socket.setsockopt(zmq.IPV6, int("[" in endpoint))
             if kind == zmq.SUB:
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(endpoint)

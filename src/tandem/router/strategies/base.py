@@ -3,13 +3,13 @@ memory is bounded, and whose cost hardly depends on how many engines there are."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tandem.router.engines import Engine
-from tandem.router.strategies.chain import NO_SPACE, Space, chain
+from tandem.router.strategies.chain import NO_SPACE, Space, extend, root
 
 T = TypeVar("T")
 
@@ -19,6 +19,9 @@ DRAWN = 3
 """Of more, so many are drawn at random (power of d choices)."""
 LEADERS = 3
 """Of more, so many of those are looked at that hold most of the prompt."""
+
+
+_PIECE_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,23 @@ class Prompt:
 
     def chain(self, block_size: int) -> list[int]:
         """The hashes of its full blocks, worked out once; none without ids. Not to be changed."""
-        known = self._chains.get(block_size)
-        if known is None:
-            known = chain(self.ids, block_size, self.space) if self.ids is not None else []
-            self._chains[block_size] = known
-        return known
+        for _ in self.chaining(block_size):
+            pass
+        return self._chains[block_size]
+
+    def chaining(self, block_size: int) -> Iterator[None]:
+        """Work out what `chain` gives, in pieces of a fraction of a millisecond."""
+        if block_size in self._chains:
+            return
+        ids = self.ids if self.ids is not None else ()
+        hashes: list[int] = []
+        at, piece = root(self.space, block_size), max(1, _PIECE_TOKENS // block_size) * block_size
+        for first in range(0, len(ids), piece):
+            if first:
+                yield
+            hashes += extend(at, ids[first : first + piece], block_size)
+            at = hashes[-1] if hashes else at
+        self._chains[block_size] = hashes
 
 
 class Choice(NamedTuple):
