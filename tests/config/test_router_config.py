@@ -267,6 +267,23 @@ def test_flags_that_contradict_each_other_are_refused(flags: str, said: str) -> 
         read(flags.split())
 
 
+@pytest.mark.parametrize("source", ["--discover-file engines.yaml", "--discover-dns decode=d.svc:8082"])
+@pytest.mark.parametrize("decode", ["", "--decode http://a:1", "--decode http://a:1 http://a:2"])
+@pytest.mark.parametrize("given_receivers", ["", "a:1:2", "1:2 3:4", "a:1:2 b:3:4"])
+def test_decode_engines_that_are_discovered_have_their_receivers_where_one_says_for_all(
+    source: str, decode: str, given_receivers: str
+) -> None:
+    """Of several it is not known whose they are, however many there are."""
+    flags = f"{source} {decode} --connector lmcache --lmcache-buffer-chunks 9"
+    receivers = f"--lmcache-receivers {given_receivers}" if given_receivers else ""
+    with pytest.raises(
+        ValueError, match="--lmcache-receivers: with --discover-file or --discover-dns give one"
+    ):
+        read(f"{flags} {receivers}".split())
+    config = read(f"{flags} --lmcache-receivers 7300:7400".split())
+    assert config.receiver("http://new:1") == ("new", ReceiverPorts(None, (7300,), (7400,)))
+
+
 def test_an_ipv6_engine_keeps_its_brackets() -> None:
     assert engine_url("http://[::1]:8100/") == "http://[::1]:8100"
 

@@ -32,9 +32,7 @@ async def administer(start: Start) -> AsyncIterator[Administer]:
 
 async def test_an_engines_state_load_labels_and_models_are_told(administer: Administer) -> None:
     fake = FakeEngine("a")
-    admin = await administer(
-        fake, labels=",zone=a,tp=2", local=LETTERS, routing_strategy="prefixaware"
-    )
+    admin = await administer(fake, labels=",zone=a,tp=2", local=LETTERS, routing_strategy="prefixaware")
     hold = fake.on_generate = Hold()
     request = asyncio.create_task(admin.endpoint.post({**LONG, "max_tokens": 7}))
     await hold.holds()

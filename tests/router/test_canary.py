@@ -414,3 +414,24 @@ async def test_another_engine_at_the_same_address_is_proved_as_a_new_one(probe: 
     probed.announce(Member(decoder.url, EngineRole.DECODE, uid="second"), without=decoder)
     await until(lambda: old not in probed.fleet.engines and probed.pairs())
     assert len(decoder.seen) == canaries + 2
+
+
+async def test_a_decoder_that_leaves_during_a_round_of_canaries_gets_none_of_them(probe: Any) -> None:
+    """What a prefiller hands over to one that is gone lies there until its lease ends."""
+    probed = Probed(decode=2)
+    (prefiller,) = probed.prefill
+    prefiller.health = "fails"
+    await probe(probed)
+    await until(lambda: all(map(probed.ready, probed.decode)))
+    first, second = sorted(probed.decode, key=lambda d: d.url)
+    prefiller.hold, prefiller.health = asyncio.Event(), "fine"
+    await prefiller.held.wait()
+    gone = probed.of(second)
+    probed.announce(without=second)
+    await until(lambda: gone not in probed.fleet.engines)
+    prefiller.hold.set()
+    await until(probed.pairs)
+    await visited(prefiller)
+    assert probed.pairs() == {("p0", first.name)}
+    assert [len([s for s in d.seen if reads_kv(s)]) for d in (first, second)] == [1, 0]
+    assert len(prefiller.seen) == 1

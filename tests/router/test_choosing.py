@@ -14,7 +14,7 @@ from tandem.router.engines import Engine, EngineRole
 from tandem.router.strategies import Prompt, make
 
 from .conftest import LONG, Endpoint, Start
-from .fakes import FakeEngine, eventually
+from .fakes import FakeEngine, eventually, kv_metrics
 
 # Tokens are characters here, and a block of a prompt is known once it is as long as this.
 BLOCK = 16
@@ -152,3 +152,35 @@ async def test_the_work_that_a_cached_prefix_saves_is_not_pending(start: Start) 
         return engine.pending_tokens == 0
 
     await eventually(done)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "told"),
+    [
+        ({"routing_strategy": "prefixaware"}, (32, 32), 1),
+        ({"routing_strategy": "kvaware"}, (16, 32), 1),
+        ({"routing_strategy": "prefixaware"}, (16, 16), 0),
+        ({"routing_strategy": "prefixaware"}, (None, None), 0),
+        ({"routing_strategy": "roundrobin"}, (32, 32), 0),
+        ({"routing_strategy": "session", "uncached_threshold": True}, (32, 32), 1),
+    ],
+)
+async def test_kv_blocks_of_another_size_than_was_said_are_told_once(
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    sizes: tuple[int | None, ...],
+    told: int,
+) -> None:
+    endpoint = await start(kv_block_size=16, **options)
+    fakes = (*endpoint.prefill, *endpoint.decode)
+    for use in (0.1, 0.2):
+        for fake, size in zip(fakes, sizes, strict=True):
+            said = b"" if size is None else b'vllm:cache_config_info{block_size="%d"} 1.0\n' % size
+            fake.metrics = said + kv_metrics(use)
+            await endpoint.look_at(fake, lambda engine, use=use: engine.kv_use == use)
+    lines = [r.getMessage() for r in caplog.records if "--kv-block-size" in r.getMessage()]
+    assert len(lines) == told
+    for line in lines:
+        wrong = fakes[sizes.index(32)]
+        assert f"{wrong.url} has KV blocks of 32 tokens, and --kv-block-size is 16" in line

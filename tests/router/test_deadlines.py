@@ -214,3 +214,23 @@ async def test_a_stream_that_has_begun_has_the_same_time_for_its_first_token_and
     go_on.set()
     await eventually(lambda: allows(IDLE))
     await left(task)
+
+
+async def test_tokens_that_are_only_believed_to_be_cached_are_waited_for_all_the_same(
+    start: Start, legs: list[Leg]
+) -> None:
+    """The engine may have evicted them, or be another process by now."""
+    endpoint = await start(
+        local=local_counter(), explain=True, **{**FLAGS, "routing_strategy": "prefixaware"}
+    )
+    for tokens, cached in ((90, 0), (95, 64), (250, 64), (260, 192)):
+        answer = await endpoint.post(prompt(tokens), x_tandem_explain="1")
+        assert answer.headers["x-tandem-decode-expected-hit"] == str(cached)
+    assert waits(legs) == [
+        ("decode", FIRST_TOKEN + 90),
+        ("decode", FIRST_TOKEN + 95),
+        ("prefill", PREFILL + 250),
+        ("decode", FIRST_TOKEN),  # what is handed over is computed already
+        ("prefill", PREFILL + 260),
+        ("decode", FIRST_TOKEN),
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -15,9 +15,9 @@ from tandem.prompt import PromptCounter
 from tandem.router.connectors import Claim
 from tandem.router.engines import State
 
-from .admin_fakes import LETTERS
+from .admin_fakes import LETTERS, ROUTE, admin_client
 from .conftest import LONG, SHORT, Endpoint, Start, StartLab
-from .fakes import FakeEngine, Seen, eventually, hang, kv_metrics, reads_kv
+from .fakes import SSE, FakeEngine, Seen, broken, chunk, eventually, hang, kv_metrics, reads_kv
 from .lmcache_fakes import RIGHT, prompt
 from .test_handover import text_of
 
@@ -337,6 +337,114 @@ async def test_when_the_decoder_that_has_it_fails_the_whole_prompt_is_long_again
     )
     assert len(endpoint.prefill[0].requests) == 2
     assert reads_kv(other(endpoint, home).requests[-1])
+
+
+# When a decoder has a prompt
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+@pytest.mark.parametrize(("status", "answered"), [(500, 503), (400, 400)])
+async def test_a_decoder_does_not_have_a_prompt_that_an_engine_failed_with(
+    start: Start, which: str, status: int, answered: int
+) -> None:
+    """It would compute all of it, past its prefillers and past the cap for long prompts."""
+    endpoint = await by_letters(start, prefill=1, decode=1, uncached_threshold=True, max_fallbacks=0)
+    (failing,), (decoder,) = getattr(endpoint, which), endpoint.decode
+    failing.on_generate = broken(status)
+    for _ in range(2):
+        assert (await endpoint.post(said(TEXT[:800]))).status_code == answered
+    assert all(map(reads_kv, decoder.requests))
+    failing.on_generate = None
+    for reason in ("threshold", "cached"):
+        answer = await endpoint.post(said(TEXT[:800]), x_tandem_explain="1")
+        assert answer.headers["x-tandem-reason"] == reason
+
+
+async def test_a_decoder_does_not_have_a_prompt_that_a_prefiller_still_computes(start: Start) -> None:
+    endpoint = await by_letters(start, prefill=1, decode=1, uncached_threshold=True)
+    async with hanging(endpoint, endpoint.prefill, said(TEXT[:800])):
+        answer = await endpoint.post(said(TEXT[:850]), x_tandem_explain="1")
+    assert answer.headers["x-tandem-reason"] == "threshold"
+    assert all(map(reads_kv, endpoint.decode[0].requests))
+
+
+@asynccontextmanager
+async def asking(endpoint: Endpoint) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+    """Asks why a prompt would take its path now, which leaves no trace."""
+    async with admin_client(endpoint.app) as admin:
+
+        async def why(text: str) -> str:
+            return str((await admin.post(ROUTE, json=said(text))).json()["reason"])
+
+        yield why
+
+
+async def test_a_decoder_has_a_prompt_once_its_stream_has_begun(start: Start) -> None:
+    """A stream's head shows nothing yet."""
+    endpoint = await by_letters(start, prefill=1, decode=1, uncached_threshold=True, admin_port=0)
+    (decoder,) = endpoint.decode
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def in_two_steps(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        responder.start(200, SSE)
+        begun.set()
+        await go_on.wait()
+        responder.write(chunk("a"))
+        return bool(await hang(engine, seen, responder))
+
+    decoder.on_generate = in_two_steps
+    async with asking(endpoint) as why:
+        request = asyncio.create_task(endpoint.stream(said(TEXT[:800])))
+        await begun.wait()
+        assert await why(TEXT[:850]) == "threshold"
+        go_on.set()
+
+        async def has_it() -> bool:
+            return await why(TEXT[:850]) == "cached"
+
+        await eventually(has_it)
+        assert not request.done()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+
+async def test_a_decoder_has_a_prompt_once_its_whole_answer_is_there(start: Start) -> None:
+    endpoint = await by_letters(start, prefill=1, decode=1, uncached_threshold=True, admin_port=0)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        begun.set()
+        await go_on.wait()
+        return False
+
+    endpoint.decode[0].on_generate = late
+    async with asking(endpoint) as why:
+        request = asyncio.create_task(endpoint.post(said(TEXT[:800])))
+        await begun.wait()
+        assert await why(TEXT[:850]) == "threshold"
+        go_on.set()
+        assert (await request).status_code == 200
+        assert await why(TEXT[:850]) == "cached"
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [(said(100_000 * "x"), "over_context"), ({**said(TEXT[:200]), "min_tokens": 9}, "doubtful")],
+)
+async def test_a_prompt_that_is_refused_takes_no_decoders_turn(
+    start: Start, refused: dict[str, Any], reason: str
+) -> None:
+    endpoint = await by_letters(start, prefill=1, decode=2)
+    for decoder in endpoint.decode:
+        decoder.on_generate = broken(400)
+    taken = set()
+    for _ in range(3):
+        answer = await endpoint.post(refused, x_tandem_explain="1")
+        assert (answer.status_code, answer.headers["x-tandem-reason"]) == (400, reason)
+        taken.add(answer.headers["x-tandem-decode-url"])
+    for decoder in endpoint.decode:
+        decoder.on_generate = None
+    assert {(await decoder_of(endpoint, said("hi"))).url} == taken
 
 
 # The receive buffer

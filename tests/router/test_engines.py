@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
@@ -102,6 +104,41 @@ def test_a_proof_that_began_before_one_of_the_pair_was_lost_proves_nothing(
     assert not box.fleet.prove_pair(box.p0, box.d0, begun)
     assert not box.fleet.is_proved(box.p0, box.d0)
     assert box.fleet.prefillers_for(box.d0).all == []
+
+
+def test_proofs_of_pairs_leave_no_lists_behind() -> None:
+    """Hundreds of engines are tens of thousands of pairs, and each proof changes a list."""
+    fleet = Fleet()
+    prefillers = [engine(f"p{i}", PREFILL) for i in range(10)]
+    decoders = [engine(f"d{i}", DECODE) for i in range(10)]
+    for one in (*prefillers, *decoders):
+        fleet.add(one)
+    for decoder in decoders:
+        fleet.prove(decoder, [{"id": "m"}])
+    pairs = list(product(prefillers, decoders))
+    pairs.sort(key=lambda pair: pair[1] is not decoders[0])  # the prefillers come into use
+    others = pairs[10:]
+    Random(1).shuffle(others)
+    for pair in (*pairs[:10], *others):
+        assert fleet.prove_pair(*pair, fleet.pair(*pair))
+        # One for each decoder; those of decoders that have any; all decoders.
+        assert len(fleet._lists) <= 2 * len(decoders) + 2
+    assert len({id(fleet.prefillers_for(decoder)) for decoder in decoders}) == 1
+
+
+def test_a_list_that_one_models_engines_no_longer_need_stays_while_those_of_others_do() -> None:
+    fleet = Fleet()
+    p0, p1 = engine("p0", PREFILL), engine("p1", PREFILL)
+    d0, d1, d2, d3 = (engine(f"d{i}", DECODE) for i in range(4))
+    for one in (p0, p1, d0, d1, d2, d3):
+        fleet.add(one)
+    for prefiller in (p0, p1):
+        fleet.told(prefiller, [{"id": "m"}, {"id": "tuned"}])
+    for decoder in (d0, d1, d2, d3):
+        fleet.prove(decoder, [{"id": "m"}, *([{"id": "tuned"}] if decoder is d0 else [])])
+    for pair in ((p0, d0), (p1, d1), (p0, d2), (p1, d0), (p0, d3)):
+        assert fleet.prove_pair(*pair, fleet.pair(*pair))
+    assert fleet.prefillers_for(d2) is fleet.prefillers_for(d3), "equal lists are one"
 
 
 def test_an_engine_that_is_removed_is_forgotten(box: Box) -> None:

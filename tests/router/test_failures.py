@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,35 @@ async def test_an_error_that_comes_with_status_200_is_not_an_answer(
     assert (got.status_code, got.json()["choices"][0]["text"]) == (200, "Hello")
     assert [s.kv is None for s in endpoint.decode[0].requests] == [False, True]
     assert await endpoint.failures() == {("decode", "in_band_error"): 1}
+
+
+async def test_the_log_of_what_cannot_be_served_tells_who_failed_it_and_who_is_away(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = await start(prefill=2, decode=2)
+
+    def lose_the_other(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        others = [d for d in endpoint.decode if not d.requests]
+        if len(others) == 2:
+            return False
+        endpoint.app.fleet.lost(endpoint.of(others[0]), "taken away")
+        return bool(broken(500)(engine, seen, responder))
+
+    for prefiller in endpoint.prefill:
+        prefiller.on_generate = lose_the_other
+    for decoder in endpoint.decode:
+        decoder.on_generate = broken(500)
+    assert (await endpoint.post(LONG, x_request_id="mine")).status_code == 503
+    whys = {d.url: "failed this request" if d.requests else "taken away" for d in endpoint.decode}
+    said = "; ".join(f"{url}: {whys[url]}" for url in sorted(whys))
+    assert f"mine cannot be served: {said}" in [r.getMessage() for r in caplog.records]
+
+
+async def test_where_no_engine_is_known_the_log_says_so(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = tmp_path / "engines.yaml"
+    listed.write_text("engines: []")
+    endpoint = await start(prefill=0, decode=0, discover_file=str(listed), wait=False)
+    assert (await endpoint.post(SHORT, x_request_id="mine")).status_code == 503
+    assert "mine cannot be served: there is no engine" in [r.getMessage() for r in caplog.records]

@@ -128,6 +128,28 @@ def test_many_that_join_at_once_do_not_make_lists_without_end() -> None:
     assert len(ramp.candidates._kept) < 100
 
 
+def test_many_engines_are_not_listed_anew_for_each_question() -> None:
+    ramp = Ramp(old=8, new=56)
+    lists: list[list[Engine]] = [ramp.candidates.all]
+    for number in range(160):
+        ramp.load(*[9] * 8, *(number >> bit & 1 for bit in range(8)), *[0] * 48)
+        chosen = ramp.candidates.now()
+        if all(chosen is not known for known in lists):
+            lists.append(chosen)
+    assert 10 <= len(lists) <= 1 + 160 / 8, "loads change for each, lists for every eighth"
+
+
+def test_the_part_of_its_ramp_up_that_is_over_is_told() -> None:
+    ramp = Ramp(old=2, new=1)
+    shares = []
+    for ramp.now in (0.0, RAMP / 4, RAMP / 2, RAMP, 2 * RAMP):
+        ramp.candidates.now()
+        shares.append([ramp.candidates.share(each) for each in ramp.engines])
+    assert shares == [[1, 1, 0], [1, 1, 0.25], [1, 1, 0.5], [1, 1, 1], [1, 1, 1]]
+    alike = Ramp(old=0, new=2)
+    assert [alike.candidates.share(each) for each in alike.engines] == [1, 1], "they share at once"
+
+
 @given(
     old=st.integers(0, 20),
     joined=st.lists(st.floats(0, 9), max_size=5),
@@ -178,6 +200,26 @@ def test_a_fleet_ramps_up_who_joins_it_and_who_comes_back() -> None:
     assert fleet.group(None).decoders.now() == [first]
     now = 66.0
     assert fleet.group(None).decoders.now() == [first, second]
+
+
+def test_a_fleet_tells_the_part_of_each_engines_ramp_up_that_is_over() -> None:
+    now = 0.0
+    fleet = Fleet(ramp_up=RAMP, clock=lambda: now)
+    d0, d1, d2 = (engine(name) for name in ("d0", "d1", "d2"))
+    p0, p1 = engine("p0", PREFILL), engine("p1", PREFILL)
+    for one in (d0, d1, d2, p0, p1):
+        fleet.add(one)
+    fleet.prove(d0, cards("a"))
+    fleet.prove_pair(p0, d0, fleet.pair(p0, d0))
+    assert fleet.ramp_up(d0) == fleet.ramp_up(p0) == 1, "the first take all at once"
+    now = 50.0
+    fleet.prove(d1, cards("a"))
+    fleet.prove(d2, cards("b"))
+    fleet.prove_pair(p1, d0, fleet.pair(p1, d0))
+    now += RAMP / 4
+    assert [fleet.ramp_up(e) for e in (d0, d1, d2, p0, p1)] == [1, 0.25, 1, 1, 0.25]
+    now += RAMP
+    assert {fleet.ramp_up(e) for e in fleet.engines} == {1}
 
 
 def test_an_engine_that_was_only_suspect_does_not_ramp_up_again() -> None:

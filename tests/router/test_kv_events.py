@@ -79,11 +79,11 @@ class Cache:
 
 @asynccontextmanager
 async def cache(
-    folder: Path, *, blocks: int = 100, kept: int = 1000, replay: bool = True
+    folder: Path, *, blocks: int = 100, kept: int = 1000, replay: bool = True, endpoint: str | None = None
 ) -> AsyncIterator[Cache]:
     config = EventsConfig(
         enable_kv_cache_events=True,
-        endpoint=f"ipc://{folder}/events",
+        endpoint=endpoint or f"ipc://{folder}/events",
         replay_endpoint=f"ipc://{folder}/replay" if replay else None,
         buffer_steps=kept,
     )
@@ -275,6 +275,30 @@ async def test_a_publisher_that_answers_no_replay_is_followed_all_the_same(
             engine.compute([next(number)] * 20)
             await asyncio.sleep(0.02)
         assert not router.complete
+
+
+@pytest.mark.parametrize(
+    ("bound", "host"),
+    [("tcp://*:*", "127.0.0.1"), ("tcp://*:*", "localhost"), ("tcp://[::1]:*", "[::1]")],
+)
+async def test_events_come_over_either_version_of_ip(
+    tmp_path: Path, router: Router, bound: str, host: str
+) -> None:
+    """`*` is IPv4 for engines. A name may have addresses of both."""
+    both = {zmq.IPV6: int("[" in bound)}
+    with mock.patch.dict(zmq.Context.instance().sockopts, both):  # of the publisher
+        async with cache(tmp_path, replay=False, endpoint=bound) as engine:
+            port = engine.publisher.endpoint.rpartition(":")[2]
+            router.subscriber.add(router.engine, Subscription(f"tcp://{host}:{port}"))
+            number = itertools.count(10_000)
+
+            def heard() -> bool:
+                engine.compute([next(number)] * SIZE)
+                return router.subscriber.batches > 0
+
+            await until(heard)
+            engine.compute([1] * 20)
+            await until(lambda: router.expects([1] * 20) == 16)
 
 
 async def test_a_batch_that_cannot_be_read_is_passed_over(tmp_path: Path, router: Router) -> None:

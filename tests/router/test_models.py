@@ -14,7 +14,7 @@ from tandem.prompt import PromptCounter, Tokens
 from tandem.router.engines import State
 
 from .conftest import CHAT, LONG, SHORT, Endpoint, Start
-from .fakes import JSON, FakeEngine, eventually, local_counter
+from .fakes import JSON, FakeEngine, eventually, local_counter, reads_kv
 
 TWO = {"p0": ["a"], "p1": ["b"], "d0": ["a"], "d1": ["b"]}
 
@@ -85,6 +85,65 @@ async def test_what_requests_may_name_can_be_fewer_than_what_engines_serve(start
     assert answer.json()["error"]["message"] == "The field 'model' is missing; several are served: b."
     assert (await endpoint.post({**SHORT, "model": "b"})).status_code == 200
     assert asked(endpoint) == {"d1": {"b"}}
+    models = (await endpoint.client.get("/v1/models")).json()
+    assert [card["id"] for card in models["data"]] == ["b"]
+
+
+@pytest.mark.parametrize("served", [(), ("a", "b")])
+async def test_a_model_that_nobody_has_told_may_be_one_of_an_engine_to_come(
+    start: Start, served: tuple[str, ...]
+) -> None:
+    """Until all have told theirs. What may not be asked for is none at once."""
+    late = Late("d1")
+
+    def before(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        decode[1] = late
+
+    endpoint = await two_models(start, before=before, wait=False, served_model_name=served)
+    await endpoint.look_at(endpoint.decode[0], lambda engine: engine.state is State.READY)
+
+    async def answers(model: str) -> int:
+        return (await endpoint.post({**SHORT, "model": model})).status_code
+
+    for body in (SHORT, LONG):
+        answer = await endpoint.post({**body, "model": "b"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        said = answer.json()["error"]["message"]
+        assert said == "The model 'b' may be one of an engine that is not up yet. Try again."
+    assert await answers("c") == (404 if served else 503)
+    assert asked(endpoint) == {}, "nobody else is asked"
+    assert await answers("a") == 200
+    late.up = True
+    await endpoint.ready()
+    assert [await answers(model) for model in "abc"] == [200, 200, 404]
+
+
+@pytest.mark.parametrize("served", [(), ("m",)])
+async def test_before_any_engine_is_up_the_endpoint_is_not_ready(
+    start: Start, served: tuple[str, ...]
+) -> None:
+    def before(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        decode[0] = Late("d0")
+
+    endpoint = await start(prefill=0, before=before, wait=False, served_model_name=served)
+    answer = await endpoint.post(SHORT)
+    assert answer.status_code == 503
+    said = answer.json()["error"]["message"]
+    assert said == "The endpoint is not ready to serve this request. Try again."
+
+
+async def test_the_log_names_the_engines_of_a_model_that_cannot_be_served_and_their_trouble(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = await two_models(start)
+    gone, other = endpoint.decode
+    assert gone.server is not None
+    await gone.server.close()
+    await endpoint.look_at(gone, lambda engine: engine.state is State.WAITING)
+    assert (await endpoint.post({**SHORT, "model": "a"}, x_request_id="mine")).status_code == 503
+    (line,) = [r.getMessage() for r in caplog.records if "cannot be served" in r.getMessage()]
+    assert line.startswith(f"mine cannot be served: {gone.url}: cannot connect")
+    assert not any(fake.url in line for fake in (other, *endpoint.prefill))
 
 
 @pytest.mark.parametrize("served", [(), ("a", "b")])
@@ -229,6 +288,29 @@ async def test_a_request_without_a_model_gets_the_base_model_of_engines_with_ada
     assert [len(d.requests) for d in endpoint.decode] == [1, 1]
 
 
+async def test_adapters_are_served_from_when_they_are_loaded_until_they_are_gone(start: Start) -> None:
+    """By engines that stay in use all the time."""
+    endpoint = await start(serves={"p0": ["m"], "d0": ["m"]})
+    fakes = (*endpoint.prefill, *endpoint.decode)
+    base = [{"id": "m", "object": "model", "max_model_len": 100_000}]
+    adapter = {"id": "tuned", "object": "model", "max_model_len": 100_000, "parent": "m"}
+    assert (await endpoint.post({**SHORT, "model": "tuned"})).status_code == 404
+    for fake in fakes:
+        fake.cards = [*base, adapter]
+        await endpoint.look_at(fake, lambda engine: "tuned" in engine.model_ids)
+    for body in (SHORT, LONG):
+        assert (await endpoint.post({**body, "model": "tuned"})).status_code == 200
+    assert asked(endpoint) == {"p0": {"tuned"}, "d0": {"tuned"}}
+    assert reads_kv(endpoint.decode[0].requests[-1])
+    for fake in fakes:
+        fake.cards = base
+        await endpoint.look_at(fake, lambda engine: "tuned" not in engine.model_ids)
+    answer = await endpoint.post({**SHORT, "model": "tuned"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await endpoint.post(LONG)).status_code == 200
+    assert all(endpoint.of(fake).losses == 0 for fake in fakes)
+
+
 # Counting
 
 
@@ -243,6 +325,7 @@ class Letters:
         return Tokens([7] * len(body["prompt"]))
 
     def chat(self, body: Mapping[str, Any]) -> Tokens:
+        self.models.append(body.get("model"))
         return Tokens([7] * len(str(body["messages"])))
 
     def counted(self) -> set[str | None]:

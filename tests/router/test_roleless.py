@@ -14,13 +14,23 @@ from tandem.router.engines import EngineRole, State
 
 from .admin_fakes import LETTERS
 from .conftest import CHAT, LONG, SHORT, Endpoint, Start
-from .fakes import broken, chunk, eventually, hang, local_counter, streams
+from .fakes import broken, chunk, eventually, hang, kv_metrics, local_counter, streams
+from .test_models import Letters, counter_of
 
 TEXT = "a shared beginning that is longer than a block of sixteen tokens, "
 
 
 async def alone(start: Start, roleless: int = 3, **options: Any) -> Endpoint:
     return await start(prefill=0, decode=0, roleless=roleless, **options)
+
+
+async def by_letters(start: Start, **options: Any) -> Endpoint:
+    """Prompts have a token for each letter, and are known by them."""
+    return await start(
+        local=cast(PromptCounter, LETTERS),
+        knows_ids=False,
+        **{"prefill": 0, "decode": 0, "routing_strategy": "prefixaware", "explain": True, **options},
+    )
 
 
 async def chosen(endpoint: Endpoint, body: dict[str, Any], **headers: str) -> int:
@@ -54,9 +64,7 @@ async def test_every_strategy_spreads_requests_over_them(
 
 @pytest.mark.parametrize("strategy", ["prefixaware", "kvaware"])
 async def test_what_begins_alike_goes_where_that_was_computed(start: Start, strategy: str) -> None:
-    endpoint = await alone(
-        start, local=cast(PromptCounter, LETTERS), knows_ids=False, routing_strategy=strategy, explain=True
-    )
+    endpoint = await by_letters(start, roleless=3, routing_strategy=strategy)
     text = 3 * TEXT
     first = await chosen(endpoint, prompt(text))
     for more in ("one", "two", "three"):
@@ -68,6 +76,22 @@ async def test_what_begins_alike_goes_where_that_was_computed(start: Start, stra
     assert int(told["x-tandem-decode-expected-hit"]) >= 128
     assert told["x-tandem-decode-why"].startswith("cached prefix and load")
     assert not [name for name in told if name.startswith("x-tandem-prefill")]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"use_beam_search": True}],
+    ids=lambda more: next(iter(more)),
+)
+async def test_what_is_never_split_is_placed_by_its_prefix_too(start: Start, more: dict[str, Any]) -> None:
+    endpoint = await by_letters(start, roleless=3)
+    for first, then in (({}, more), (more, {})):
+        text = f"{first}: {3 * TEXT}"
+        home = endpoint.roleless[await chosen(endpoint, prompt(text, **first))]
+        told = (await endpoint.post(prompt(text + "and more", **then), x_tandem_explain="1")).headers
+        assert told["x-tandem-decode-url"] == home.url
+        assert int(told["x-tandem-decode-expected-hit"]) >= 128
+        assert told["x-tandem-prompt-tokens"] == str(len(text + "and more"))
 
 
 @pytest.mark.parametrize("body", [SHORT, LONG, {**LONG, "n": 2}], ids=["short", "long", "not to be split"])
@@ -131,6 +155,122 @@ async def test_a_prompt_over_the_context_gets_the_engines_own_rejection(start: S
     endpoint.roleless[0].on_generate = broken(400)
     answer = await endpoint.post(LONG)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "engine says 400")
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "reason", "options"),
+    [
+        (100_000, {}, "over_context", {}),
+        (100_000, {"n": 2}, "n", {}),
+        (100_000, {}, "short", {"prefill": 1, "decode": 1, "routing_threshold": 10**6}),
+        (100_000, {}, "over_context", {"prefill": 1, "decode": 1}),
+        (90_000, {"min_tokens": 9}, "doubtful", {"prefill": 1, "decode": 1}),
+    ],
+    ids=["alone", "not to be split", "below the threshold", "beside others", "doubtful"],
+)
+async def test_a_prompt_that_is_refused_costs_an_engine_nothing(
+    start: Start, length: int, more: dict[str, Any], reason: str, options: dict[str, Any]
+) -> None:
+    """None of it is computed: it is no work, and it pushes no other prompt out of the cache."""
+    endpoint = await by_letters(start, roleless=2, **options)
+    for decoder in endpoint.decode:  # so that the others stand in for it
+        decoder.refuses = lambda seen: True
+        endpoint.app.fleet.lost(endpoint.of(decoder), "restarted")
+    for fake in endpoint.roleless:
+        fake.metrics = kv_metrics(0.1, cache_tokens=4096)
+        await endpoint.look_at(fake, lambda engine: engine.cache_tokens == 4096)
+    chats: dict[int, list[str]] = {0: [], 1: []}
+    for number in range(3):
+        chat = f"{number}. chat: {10 * TEXT}"
+        chats[await chosen(endpoint, prompt(chat))].append(chat)
+    home = max(chats, key=lambda which: len(chats[which]))
+    one, other = chats[home][:2]
+
+    async def expected(text: str) -> tuple[str, int]:
+        told = (await endpoint.post(prompt(text), x_tandem_explain="1")).headers
+        return told["x-tandem-decode-url"], int(told["x-tandem-decode-expected-hit"])
+
+    before = await expected(other)
+    for fake in endpoint.roleless:
+        fake.on_generate = broken(400)
+    for _ in range(3):
+        answer = await endpoint.post(prompt(one + length * "x", **more), x_tandem_explain="1")
+        assert (answer.status_code, answer.headers["x-tandem-reason"]) == (400, reason)
+        assert answer.headers["x-tandem-decode-url"] == endpoint.roleless[home].url
+    for fake in endpoint.roleless:
+        fake.on_generate = None
+    assert await expected(other) == before
+    assert await chosen(endpoint, prompt(one)) == home
+
+
+# Counting
+
+COUNTS = pytest.mark.parametrize("here", [True, False], ids=["counted here", "counted by engines"])
+
+
+async def counting(start: Start, here: bool, **options: Any) -> tuple[Endpoint, Letters]:
+    """A router whose prompts are counted by itself, or by engines; nothing is counted yet."""
+    letters = Letters()
+    endpoint = await start(local=counter_of(letters) if here else None, explain=True, **options)
+    letters.counted()
+    for fake in (*endpoint.decode, *endpoint.roleless):
+        fake.tokenized.clear()
+    return endpoint, letters
+
+
+def counted(endpoint: Endpoint, letters: Letters) -> bool:
+    """Whether anybody has counted a prompt."""
+    return bool(letters.counted()) or any(e.tokenized for e in (*endpoint.decode, *endpoint.roleless))
+
+
+@COUNTS
+@pytest.mark.parametrize("strategy", ["session", "roundrobin"])
+@pytest.mark.parametrize("layout", [{"decode": 0, "roleless": 2}, {"decode": 2}], ids=["alike", "decode"])
+async def test_a_prompt_is_counted_by_nobody_where_nothing_depends_on_it(
+    start: Start, layout: dict[str, int], strategy: str, here: bool
+) -> None:
+    endpoint, letters = await counting(start, here, prefill=0, **layout, routing_strategy=strategy)
+    for body in (SHORT, LONG, {**LONG, "n": 2}, {**LONG, "stream": True}):
+        assert (await endpoint.post(body)).status_code == 200
+    assert (await endpoint.post(CHAT, "/v1/chat/completions")).status_code == 200
+    assert not counted(endpoint, letters)
+
+
+@COUNTS
+@pytest.mark.parametrize("strategy", ["session", "roundrobin"])
+async def test_with_prefill_engines_prompts_are_counted_for_the_threshold(
+    start: Start, strategy: str, here: bool
+) -> None:
+    endpoint, letters = await counting(start, here, prefill=1, decode=1, routing_strategy=strategy)
+    for body in (SHORT, LONG):
+        await endpoint.post(body)
+    assert counted(endpoint, letters)
+    assert len(endpoint.prefill[0].requests) == 1
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+PICTURE = {"model": "m", "messages": [{"role": "user", "content": [IMAGE]}]}
+
+
+@COUNTS
+@pytest.mark.parametrize(
+    ("reason", "body", "path"),
+    [
+        ("multimodal", PICTURE, "/v1/chat/completions"),
+        ("prompt_list", prompt("", prompt=["one", "two"]), "/v1/completions"),
+        ("prompt_embeds", prompt("", prompt_embeds="AA=="), "/v1/completions"),
+    ],
+)
+async def test_prompts_whose_tokens_cannot_be_known_are_counted_by_nobody(
+    start: Start, reason: str, body: dict[str, Any], path: str, here: bool
+) -> None:
+    endpoint, letters = await counting(
+        start, here, prefill=0, decode=0, roleless=2, routing_strategy="prefixaware"
+    )
+    answer = await endpoint.post(body, path, x_tandem_explain="1")
+    assert (answer.status_code, answer.headers["x-tandem-reason"]) == (200, reason)
+    assert "x-tandem-prompt-tokens" not in answer.headers
+    assert not counted(endpoint, letters)
 
 
 # Failures

@@ -14,6 +14,8 @@ COMMANDS = {
     "up": "run an endpoint on this machine",
     "router": "run the router alone",
     "sim": "run simulated vLLM engines",
+    "validate": "find every mistake in manifests of the resource",
+    "render": "print every Kubernetes object of an endpoint, for kubectl apply",
     "crd": "print the CustomResourceDefinition of the resource, for kubectl apply",
     "calibrate": "measure a vLLM engine, for simulated ones that take as long",
 }

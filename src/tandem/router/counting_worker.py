@@ -22,7 +22,6 @@ from tandem.router.counting_frames import HEADER, Kind, header
 from tandem.router.errors import ApiError
 from tandem.router.local_counter import load_counter
 
-
 _NICE = 10
 
 

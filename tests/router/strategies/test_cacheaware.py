@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator
 from itertools import count
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tandem.router.engines import Engine
 from tandem.router.strategies import (
@@ -20,6 +23,7 @@ from tandem.router.strategies import (
     SentIndex,
     Strategy,
 )
+from tandem.router.strategies.load import RecentWork
 
 from .helpers import fleet, prompt
 from .simulation import Served, run
@@ -193,3 +197,40 @@ def test_a_new_engine_is_not_flooded() -> None:
         strategy.sent(p, chosen)
         given[chosen] += 1
     assert max(given.values()) <= 40
+
+
+ENGINES = fleet(4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e15)), min_size=1, max_size=60))
+@example([(0, 1e12)])
+@example([(0, 1e15)] * 60)
+def test_recent_work_is_finite_whatever_was_given(given_to: list[tuple[int, float]]) -> None:
+    recent = RecentWork(200_000.0)
+    for which, work in given_to:
+        recent.add(ENGINES[which], work)
+        excess = [recent.excess(engine) for engine in ENGINES]
+        assert all(map(math.isfinite, excess))
+        assert sum(excess) == pytest.approx(0, abs=1e-3), "beside the mean of all"
+
+
+def test_after_the_longest_of_prompts_there_are_still_scores() -> None:
+    engines = fleet(3)
+    strategy = PrefixAware()
+    for tokens in (10**12, 100, 10**12, 10**12):
+        choice = strategy.choose(Prompt(tokens), engines)
+        assert all(map(math.isfinite, choice.scores.values()))
+        strategy.sent(Prompt(tokens), choice.engine)
+
+
+@pytest.mark.parametrize("much", [60_000.0, 1e9, 1e15])
+def test_what_came_before_much_more_work_is_forgotten(much: float) -> None:
+    some, most, none = fleet(3)
+    recent = RecentWork(1000.0)
+    for engine in (some, most, none):
+        recent.excess(engine)
+    recent.add(some, 1000.0)
+    assert recent.excess(some) - recent.excess(none) > 0.5
+    recent.add(most, much)
+    assert recent.excess(some) - recent.excess(none) == pytest.approx(0, abs=1e-3)
+    assert recent.excess(most) > 1

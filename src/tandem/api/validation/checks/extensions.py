@@ -1,0 +1,54 @@
+"""Tandem's annotations: mistakes in them, and what they do to the pods of a role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.api.annotations import PREFIX, known_annotations, parse_annotations
+from tandem.api.models import Role
+from tandem.api.validation.checks.pods import mount_errors, variable_errors, volume_errors, volume_names
+from tandem.api.validation.report import Found, shown_path
+from tandem.api.validation.subject import Subject
+
+
+def annotation_checks(subject: Subject) -> Iterator[Found]:
+    given = {key: value for key, value in subject.annotations.items() if key.startswith(PREFIX)}
+    for key, value in given.items():
+        at = ("metadata", "annotations", key)
+        for problem in parse_annotations({key: value})[1]:
+            below = problem.where.removeprefix(shown_path(at)).removeprefix(".")
+            where = (*at, *_parts(below))
+            yield Found("IEC301", where, problem.what)
+        name = key.removeprefix(PREFIX)
+        if not subject.disaggregated and name in known_annotations() and name not in ("managed", "paused"):
+            yield Found("IEC516", at, "has no effect without pdSpec: it is about disaggregated endpoints")
+    extensions, _ = parse_annotations(given)
+    if not extensions.managed:
+        yield Found(
+            "IEC517",
+            ("metadata", "annotations", f"{PREFIX}managed"),
+            "is false: nothing is made of this resource",
+        )
+    for role in Role:
+        wanted = extensions.roles[role]
+        at = ("metadata", "annotations", f"{PREFIX}{role}-")
+        volumes = list(wanted.volumes)
+        shared = volume_names(subject)
+        for i, volume in enumerate(volumes):
+            if volume["name"] in shared:
+                yield Found(
+                    "IEC222",
+                    (*at[:2], f"{at[2]}volumes", i, "name"),
+                    f"is {volume['name']!r}, as a volume of the endpoint has it already; choose another name",
+                )
+        names = shared | {str(volume["name"]) for volume in volumes}
+        yield from volume_errors(volumes, (*at[:2], f"{at[2]}volumes"))
+        yield from mount_errors(list(wanted.volume_mounts), (*at[:2], f"{at[2]}volume-mounts"), names)
+        yield from variable_errors(list(wanted.env), (*at[:2], f"{at[2]}env"))
+
+
+def _parts(path: str) -> Iterator[str | int]:
+    """`[0].name` → 0, 'name'."""
+    for part in path.replace("[", ".").replace("]", "").split("."):
+        if part:
+            yield int(part) if part.isdecimal() else part

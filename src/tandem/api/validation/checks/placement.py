@@ -1,0 +1,54 @@
+"""Which nodes pods run on, and where HyperPod would say no."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.api.validation.report import Found
+from tandem.api.validation.subject import Subject, location
+
+DPD_TYPES = (
+    "ml.p5.48xlarge",
+    "ml.p5e.48xlarge",
+    "ml.p5en.48xlarge",
+    "ml.p6-b200.48xlarge",
+    "ml.p6-b300.48xlarge",
+)
+"""The instance types that HyperPod disaggregates on."""
+
+
+def placement_checks(subject: Subject) -> Iterator[Found]:
+    kind, kinds = subject.text("spec.instanceType"), subject.texts("spec.instanceTypes")
+    listed = [(location("spec.instanceTypes", i), name) for i, name in enumerate(kinds)]
+    if subject.has("spec.nodeAffinity") and (kind or kinds):
+        yield Found(
+            "IEC604",
+            location("spec.nodeAffinity"),
+            f"stands beside {'instanceType' if kind else 'instanceTypes'}: nodes must satisfy both, and "
+            f"HyperPod's "
+            "command line refuses it. Keep one of them",
+        )
+    if (
+        subject.version == "v1"
+        and subject.object("spec")
+        and not (kind or kinds or subject.has("spec.nodeAffinity"))
+    ):
+        yield Found(
+            "IEC605",
+            location("spec"),
+            "names no nodes: pods run on any that have the GPUs. HyperPod wants instanceType, "
+            "instanceTypes or "
+            "nodeAffinity",
+        )
+    for i, (at, name) in enumerate(listed):
+        if name in kinds[:i]:
+            yield Found("IEC716", at, f"is {name}, which is in the list already")
+        elif not name.startswith("ml."):
+            yield Found(
+                "IEC716", at, f"is {name!r}; HyperPod's instance types begin with ml., as ml.p5.48xlarge"
+            )
+    if subject.disaggregated:
+        given = [(location("spec.instanceType"), kind)] if kind else listed
+        for at, name in given:
+            if name.startswith("ml.") and name not in DPD_TYPES:
+                yield Found("IEC602", at, f"is {name}; HyperPod disaggregates only on {', '.join(DPD_TYPES)}")

@@ -1,0 +1,198 @@
+"""What Kubernetes refuses in a pod, found before there is one: in volumes, init containers, variables, probes
+and ports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tandem.api.annotations import RESERVED_VOLUMES
+from tandem.api.crd.structural import Location
+from tandem.api.validation.report import Found
+from tandem.api.validation.subject import Subject, location, objects_in, whole
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_VARIABLES = "spec.worker.environmentVariables"
+
+
+def pod_checks(subject: Subject) -> Iterator[Found]:
+    yield from volume_errors(subject.get("spec.kubernetes.volumes"), location("spec.kubernetes.volumes"))
+    yield from _init_containers(subject)
+    yield from variable_errors(subject.get(_VARIABLES), location(_VARIABLES))
+    yield from _probes(subject)
+    yield from _ports(subject)
+    yield from _names(subject)
+    yield from _counts(subject)
+    image = subject.get("spec.worker.image")
+    if isinstance(image, str) and (not image.strip() or re.search(r"\s", image)):
+        yield Found(
+            "IEC233",
+            location("spec.worker.image"),
+            f"must be an image's name, without spaces (it is {image!r})",
+        )
+
+
+def _counts(subject: Subject) -> Iterator[Found]:
+    """Numbers that the schema does not bound."""
+    replicas, seconds = subject.number("spec.replicas"), subject.number("spec.maxDeployTimeInSeconds")
+    if replicas is not None and replicas < 0:
+        # Not in the schema: the API server sees it by the scale subresource.
+        yield Found("IEC104", location("spec.replicas"), f"must be at least 0 (it is {replicas})")
+    if seconds is not None and seconds <= 0:
+        at = location("spec.maxDeployTimeInSeconds")
+        yield Found("IEC710", at, f"is {seconds}: every deployment would count as failed at once")
+
+
+def volume_errors(volumes: Any, at: Location) -> Iterator[Found]:
+    """Mistakes in a list of volumes that lies at `at`."""
+    listed = list(objects_in(volumes, at))
+    yield from _names_of(listed, "volume")
+    for where, volume in listed:
+        sources = sorted(set(volume) - {"name"})
+        if len(sources) > 1:
+            yield Found("IEC224", where, f"has several sources, {' and '.join(sources)}; a volume has one")
+
+
+def _names_of(listed: list[tuple[Location, dict[str, Any]]], what: str) -> Iterator[Found]:
+    """Names that are no DNS labels, and those that are given twice."""
+    seen: dict[str, Location] = {}
+    for where, item in listed:
+        name = item.get("name")
+        if not isinstance(name, str):
+            continue
+        if not (_LABEL.fullmatch(name) and len(name) <= 63):
+            yield Found(
+                "IEC225",
+                (*where, "name"),
+                f"must be lower-case letters, digits and '-', at most 63, as it names a {what} (it is "
+                f"{name!r})",
+            )
+        if name in seen:
+            yield Found(
+                "IEC222", (*where, "name"), f"is {name!r}, as the {what} before has it; choose another name"
+            )
+        seen[name] = where
+
+
+def mount_errors(mounts: Any, at: Location, volumes: Iterable[str]) -> Iterator[Found]:
+    """Mounts of volumes that the pod does not have."""
+    known = sorted({*volumes, *RESERVED_VOLUMES})
+    for where, mount in objects_in(mounts, at):
+        name = mount.get("name")
+        if isinstance(name, str) and name not in known:
+            yield Found(
+                "IEC223",
+                (*where, "name"),
+                f"is {name!r}, but there is no such volume; there are {', '.join(known)}",
+            )
+
+
+def volume_names(subject: Subject) -> set[str]:
+    """The volumes that every model pod has, less those with reserved names."""
+    named = {str(v.get("name")) for _, v in subject.objects("spec.kubernetes.volumes")}
+    return named | {subject.text("spec.worker.modelVolumeMount.name")} - {""}
+
+
+def _init_containers(subject: Subject) -> Iterator[Found]:
+    listed = list(subject.objects("spec.kubernetes.initContainers"))
+    yield from _names_of(listed, "container")
+    for where, container in listed:
+        if not container.get("image"):
+            yield Found("IEC230", (*where, "image"), "is required: the init container's image")
+        yield from mount_errors(
+            container.get("volumeMounts"), (*where, "volumeMounts"), volume_names(subject)
+        )
+        yield from variable_errors(container.get("env"), (*where, "env"))
+
+
+def variable_errors(variables: Any, at: Location) -> Iterator[Found]:
+    """Mistakes in a list of environment variables that lies at `at`."""
+    for where, variable in objects_in(variables, at):
+        name, source = variable.get("name"), variable.get("valueFrom")
+        if isinstance(name, str) and (not name or "=" in name or not name.isprintable()):
+            yield Found("IEC233", (*where, "name"), f"must be a name without '=' (it is {name!r})")
+        if isinstance(source, dict) and variable.get("value"):
+            yield Found("IEC228", where, "has both value and valueFrom; a variable has one of them")
+        if isinstance(source, dict) and len(source) != 1:
+            given = f"has {' and '.join(sorted(source))}" if source else "says nothing"
+            yield Found("IEC228", (*where, "valueFrom"), f"must have exactly one source; it {given}")
+
+
+_HANDLERS = ("exec", "grpc", "httpGet", "tcpSocket")
+
+
+def _probes(subject: Subject) -> Iterator[Found]:
+    for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+        path = f"spec.worker.probes.{name}"
+        probe = subject.get(path)
+        if not isinstance(probe, dict):
+            continue
+        handlers = [h for h in _HANDLERS if h in probe]
+        if len(handlers) != 1:
+            given = f"has {' and '.join(handlers)}" if handlers else "has none"
+            yield Found(
+                "IEC227", location(path), f"must have exactly one of {', '.join(_HANDLERS)}; it {given}"
+            )
+        if name != "readinessProbe" and probe.get("successThreshold", 1) != 1:
+            yield Found(
+                "IEC227",
+                location(path, "successThreshold"),
+                "must be 1, as only a readinessProbe may ask for more",
+            )
+        for field in ("failureThreshold", "periodSeconds", "timeoutSeconds"):
+            value = whole(probe.get(field))
+            if value is not None and value < 0:
+                yield Found("IEC227", location(path, field), f"must not be negative (it is {value})")
+
+
+_TAKEN_PORTS = {
+    5600: "NIXL",
+    8081: "the reverse proxy",
+    8889: "the metrics collector",
+    9113: "the reverse proxy's metrics",
+    13133: "the metrics collector",
+}
+"""Ports of a model pod that its engine cannot serve on."""
+
+
+def _ports(subject: Subject) -> Iterator[Found]:
+    path = "spec.worker.modelInvocationPort"
+    port = subject.number(f"{path}.containerPort")
+    if port in _TAKEN_PORTS:
+        yield Found(
+            "IEC229",
+            location(f"{path}.containerPort"),
+            f"is {port}, the port of {_TAKEN_PORTS[port]} in the same pod; use 8000",
+        )
+    if subject.text(f"{path}.name") == "grpc":
+        yield Found(
+            "IEC718",
+            location(f"{path}.name"),
+            "is grpc, but requests reach the engine over HTTP; the name changes nothing",
+        )
+    metrics = subject.number("spec.metrics.modelMetrics.port")
+    # 8080 is the schema's default, and stands for the engine's own port.
+    if metrics is not None and port is not None and metrics not in (port, 8080):
+        yield Found(
+            "IEC711",
+            location("spec.metrics.modelMetrics.port"),
+            f"is {metrics}, but vLLM has its metrics on the port that it serves on, {port}; use that",
+        )
+
+
+def _names(subject: Subject) -> Iterator[Found]:
+    """Names of objects are made from the endpoint's: a Service's has at most 63 characters, begins
+    with a letter and has no dot."""
+    name, namespace = subject.text("metadata.name"), subject.text("metadata.namespace")
+    if not name:
+        return
+    longest = f"{name}-{namespace or 'default'}-routing-service" if subject.routed else name
+    if len(longest) > 63 or "." in name or not name[0].isalpha():
+        yield Found(
+            "IEC608",
+            location("metadata.name"),
+            f"gives {longest!r} as a Service's name, which Kubernetes does not take: at most 63 "
+            f"letters, digits and '-', "
+            "beginning with a letter. Tandem makes another name of it; HyperPod does not",
+        )

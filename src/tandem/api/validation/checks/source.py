@@ -1,0 +1,118 @@
+"""Where the weights come from: modelSourceConfig, and the volume that holds the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tandem.api.annotations import RESERVED_VOLUMES
+from tandem.api.validation.report import Found
+from tandem.api.validation.subject import Subject, location
+
+_SOURCE = "spec.modelSourceConfig"
+_SECTIONS = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
+_MOUNT = "spec.worker.modelVolumeMount"
+
+
+def source_checks(subject: Subject) -> Iterator[Found]:
+    yield from _sections(subject)
+    yield from _hugging_face(subject)
+    yield from _model_volume(subject)
+
+
+def _sections(subject: Subject) -> Iterator[Found]:
+    kind = subject.text(f"{_SOURCE}.modelSourceType")
+    for name in _SECTIONS.values():
+        if kind and name != _SECTIONS.get(kind) and subject.has(f"{_SOURCE}.{name}"):
+            yield Found(
+                "IEC511",
+                location(f"{_SOURCE}.{name}"),
+                f"has no effect, as modelSourceType is {kind}; take it out",
+            )
+    if kind == "huggingface" and subject.text(f"{_SOURCE}.modelLocation"):
+        yield Found(
+            "IEC511",
+            location(f"{_SOURCE}.modelLocation"),
+            "has no effect with modelSourceType huggingface, whose model is named by "
+            "huggingFaceModel.modelId; take it out",
+        )
+    if kind == "kubernetesVolume" and subject.flag(f"{_SOURCE}.prefetchEnabled", default=False):
+        yield Found(
+            "IEC511",
+            location(f"{_SOURCE}.prefetchEnabled"),
+            "has no effect with modelSourceType kubernetesVolume: the engine reads the volume itself",
+        )
+    for path in ("s3Storage.bucketName", "s3Storage.region", "fsxStorage.fileSystemId"):
+        section = f"{_SOURCE}.{path}"
+        if path.startswith(_SECTIONS.get(kind, "-")) and subject.get(section) == "":
+            yield Found("IEC230", location(section), "must not be empty")
+    bucket = subject.text(f"{_SOURCE}.s3Storage.bucketName")
+    if kind == "s3" and (bucket.startswith("s3://") or ("/" in bucket and not bucket.startswith("arn:"))):
+        yield Found(
+            "IEC233",
+            location(f"{_SOURCE}.s3Storage.bucketName"),
+            f"must be the bucket's name alone, the folder goes into modelLocation (it is {bucket!r})",
+        )
+
+
+def _hugging_face(subject: Subject) -> Iterator[Found]:
+    token = f"{_SOURCE}.huggingFaceModel.tokenSecretRef"
+    if subject.text(f"{_SOURCE}.modelSourceType") != "huggingface" or not subject.object(token):
+        return
+    if not subject.text(f"{token}.name"):
+        yield Found("IEC230", location(f"{token}.name"), "is required: the name of the Secret with the token")
+    if not subject.flag(f"{_SOURCE}.prefetchEnabled", default=False):
+        yield Found(
+            "IEC512",
+            location(token),
+            "has no effect without prefetchEnabled: only the container that downloads the model before "
+            "the start gets "
+            "the token. Set prefetchEnabled: true, or give HF_TOKEN in worker.environmentVariables",
+        )
+
+
+def _model_volume(subject: Subject) -> Iterator[Found]:
+    name, volumes = subject.text(f"{_MOUNT}.name"), dict(_volumes(subject))
+    kind = subject.text(f"{_SOURCE}.modelSourceType")
+    if kind == "kubernetesVolume" and name and volumes and name not in volumes:
+        yield Found(
+            "IEC221",
+            location(f"{_MOUNT}.name"),
+            f"is {name!r}, but no volume of spec.kubernetes.volumes has that name (there "
+            f"{'is' if len(volumes) == 1 else 'are'} {', '.join(volumes)}); with modelSourceType "
+            f"kubernetesVolume one "
+            "must hold the model",
+        )
+    if kind == "kubernetesVolume" and volumes.get(name) == {"name"}:
+        i = list(volumes).index(name)
+        yield Found(
+            "IEC714",
+            location("spec.kubernetes.volumes", i),
+            "says no source, which makes it an empty folder: there is no model in it. Say hostPath or "
+            "persistentVolumeClaim, say",
+        )
+    if kind in _SECTIONS and name in volumes:
+        i = list(volumes).index(name)
+        yield Found(
+            "IEC236",
+            location("spec.kubernetes.volumes", i, "name"),
+            f"is {name!r}, the volume that is made for the weights from {kind}. Choose another name, or use "
+            "modelSourceType kubernetesVolume",
+        )
+    if name in RESERVED_VOLUMES and kind != "kubernetesVolume":  # there no such volume can be given
+        yield Found(
+            "IEC234", location(f"{_MOUNT}.name"), f"is {name!r}, a name that is taken; choose another"
+        )
+    path = subject.text(f"{_MOUNT}.mountPath", "/opt/ml/model")
+    if not path.startswith("/") or re.search(r":|/\.\.(/|$)", path):
+        yield Found(
+            "IEC233",
+            location(f"{_MOUNT}.mountPath"),
+            f"must be an absolute path without ':' and '..' (it is {path!r})",
+        )
+
+
+def _volumes(subject: Subject) -> Iterator[tuple[str, set[str]]]:
+    """Each volume's name, and the fields that it has."""
+    for _, volume in subject.objects("spec.kubernetes.volumes"):
+        yield str(volume.get("name")), set(volume)

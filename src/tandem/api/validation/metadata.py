@@ -1,0 +1,84 @@
+"""Mistakes in metadata, which the resource's own schema does not describe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tandem.api.crd import schema_problems
+from tandem.api.validation.report import Found
+from tandem.api.validation.schema import Schema, rule_of
+from tandem.api.validation.subject import Subject
+
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_NAMESPACE = re.compile(_LABEL)
+_WORD = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_A_WORD = "at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
+_A_LABEL = "lower-case letters, digits and '-', with a letter or digit at both ends"
+
+MOST_BYTES = 256 << 10
+"""What the annotations of one object may take, names and values together."""
+
+_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_TYPES: dict[str, Schema] = {
+    "annotations": _TEXTS,
+    "creationTimestamp": {"type": "string"},
+    "deletionGracePeriodSeconds": {"type": "integer"},
+    "deletionTimestamp": {"type": "string"},
+    "finalizers": {"type": "array", "items": {"type": "string"}},
+    "generateName": {"type": "string"},
+    "generation": {"type": "integer"},
+    "labels": _TEXTS,
+    "managedFields": {"type": "array", "items": {"type": "object"}},
+    "name": {"type": "string"},
+    "namespace": {"type": "string"},
+    "ownerReferences": {"type": "array", "items": {"type": "object"}},
+    "resourceVersion": {"type": "string"},
+    "selfLink": {"type": "string"},
+    "uid": {"type": "string"},
+}
+_SCHEMA: Schema = {"type": "object", "properties": _TYPES}
+
+
+def metadata_errors(subject: Subject) -> Iterator[Found]:
+    metadata = subject.object("metadata")
+    if not isinstance(subject.get("metadata"), dict | None):
+        return  # the schema's matter
+    for at, message in schema_problems(metadata, _SCHEMA, ("metadata",)):
+        yield Found(rule_of(message), at, message)
+    name, namespace = metadata.get("name"), metadata.get("namespace")
+    if not name and not metadata.get("generateName"):
+        yield Found("IEC102", ("metadata", "name"), "is required: a name of your choice, as chat-70b")
+    elif isinstance(name, str) and name and not _fits(_SUBDOMAIN, name, 253):
+        yield Found(
+            "IEC107", ("metadata", "name"), f"must be {_A_LABEL}; '.' is allowed too (it is {name!r})"
+        )
+    if isinstance(namespace, str) and namespace and not _fits(_NAMESPACE, namespace, 63):
+        yield Found("IEC107", ("metadata", "namespace"), f"must be {_A_LABEL} (it is {namespace!r})")
+    yield from _keys(metadata, "annotations")
+    yield from _keys(metadata, "labels")
+    size = sum(len(f"{k}{v}".encode(errors="replace")) for k, v in _pairs(metadata, "annotations"))
+    if size > MOST_BYTES:
+        yield Found("IEC107", ("metadata", "annotations"), f"are {size} bytes; the limit is {MOST_BYTES}")
+
+
+def _fits(pattern: re.Pattern[str], text: str, most: int) -> bool:
+    return len(text) <= most and pattern.fullmatch(text) is not None
+
+
+def _pairs(metadata: dict[str, Any], section: str) -> list[tuple[str, Any]]:
+    given = metadata.get(section)
+    return [(str(key), value) for key, value in given.items()] if isinstance(given, dict) else []
+
+
+def _keys(metadata: dict[str, Any], section: str) -> Iterator[Found]:
+    for key, value in _pairs(metadata, section):
+        at = ("metadata", section, key)
+        prefix, slash, name = key.rpartition("/")
+        domain = prefix.lower() if section == "annotations" else prefix
+        if not _fits(_WORD, name, 63) or (slash and not _fits(_SUBDOMAIN, domain, 253)):
+            yield Found("IEC107", at, f"must be {_A_WORD}, after an optional domain and '/'")
+        if section == "labels" and isinstance(value, str) and value and not _fits(_WORD, value, 63):
+            yield Found("IEC107", at, f"must be {_A_WORD} (it is {value!r})")

@@ -1,0 +1,126 @@
+"""What validation says: findings with a rule, a severity, a field path and, if known, a place in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from tandem.api.crd.structural import Location
+from tandem.api.load import field_path
+from tandem.api.validation.rules import RULES
+
+
+class Severity(StrEnum):
+    ERROR = "error"
+    """The resource is refused: the API server would refuse it, or it can never work."""
+    WARNING = "warning"
+    """It is taken; something in it has no effect, or works otherwise than it looks."""
+
+
+class Position(NamedTuple):
+    """A place in a file; lines and columns count from 1, columns in characters."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+Lines = Mapping[Location, Position]
+"""Where in a file each part of a resource stands, by its location: ('spec', 'tags', 0, 'name')."""
+
+
+class Found(NamedTuple):
+    """What a check yields: a rule that is broken, where in the resource, and what to say."""
+
+    rule: str
+    at: Location
+    message: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake, or one warning."""
+
+    rule: str
+    """The rule's id, as IEC101. Ids stay as they are from release to release."""
+    path: str
+    """The field, as `spec.tags[0].name`; "" when the finding is about a file."""
+    message: str
+    """What is wrong and what to do; it reads on after `path: `."""
+    position: Position | None = None
+    """None where there is no file, as in admission."""
+
+    @property
+    def severity(self) -> Severity:
+        return Severity(RULES[self.rule].severity)
+
+    def __str__(self) -> str:
+        said = f"{self.path}: {self.message}" if self.path else self.message
+        place = f"{self.position}: " if self.position else ""
+        return f"{place}{self.severity} {self.rule} {said}"
+
+    def as_dict(self) -> dict[str, Any]:
+        position = self.position._asdict() if self.position else {"file": None, "line": None, "column": None}
+        return {
+            "rule": self.rule,
+            "severity": str(self.severity),
+            "path": self.path,
+            "message": self.message,
+            **position,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found, in the order of the file where positions are known."""
+
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.severity is Severity.ERROR)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.severity is Severity.WARNING)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the resource is accepted; warnings do not count."""
+        return not self.errors
+
+    def __add__(self, other: Report) -> Report:
+        return Report(self.findings + other.findings)
+
+
+def report(found: Iterable[Found], lines: Lines | None = None) -> Report:
+    """Findings with path and place, each once, in the order of the file."""
+    findings = [
+        Finding(rule, shown_path(at), message, position_of(at, lines or {}))
+        for rule, at, message in dict.fromkeys(found)
+    ]
+    if lines:
+        findings.sort(key=lambda f: f.position[1:] if f.position else (0, 0))
+    return Report(tuple(findings))
+
+
+def position_of(at: Location, lines: Lines) -> Position | None:
+    """The place of a part of the resource, or of the nearest part around it: a missing field has none."""
+    for depth in range(len(at), -1, -1):
+        if at[:depth] in lines:
+            return lines[at[:depth]]
+    return None
+
+
+def shown_path(at: Location) -> str:
+    """A field path in which the name of an annotation stands in brackets, as it has dots."""
+    if at[:2] in (("metadata", "annotations"), ("metadata", "labels")) and len(at) > 2:
+        rest = field_path(at[3:]) if at[3:] else ""
+        dot = "." if rest and not rest.startswith("[") else ""
+        return f"{field_path(at[:2])}[{at[2]}]{dot}{rest}"
+    return field_path(at)

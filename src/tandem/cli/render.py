@@ -1,0 +1,112 @@
+"""`tandem render`: every Kubernetes object of an endpoint, for `kubectl apply -f -`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.cli import ENVIRONMENT, OK, USAGE, complain
+
+if TYPE_CHECKING:
+    from tandem.api import Endpoint
+    from tandem.operator import Settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-f", "--file", type=Path, required=True, help="manifest of an InferenceEndpointConfig"
+    )
+    parser.add_argument("-n", "--namespace", help="namespace of a manifest that names none")
+    parser.add_argument(
+        "--system-namespace", help="where the router goes (default hyperpod-inference-system)"
+    )
+    parser.add_argument("--router-image", help="image of the router (default: that of this version)")
+    parser.add_argument("--proxy-image", help="image of the reverse proxy: nginx without root")
+    parser.add_argument("--collector-image", help="image of the OpenTelemetry collector")
+    parser.add_argument("--region", help="AWS region, where the manifest does not name one")
+    parser.add_argument(
+        "--remote-write-url", metavar="URL", help="Prometheus that collectors write to, besides being scraped"
+    )
+    parser.add_argument(
+        "--workers-as-root",
+        action="store_true",
+        help="run model containers as their image says, with a writable root",
+    )
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="the model's config.json, to size its KV cache by; else its name or an upper bound counts",
+    )
+    parser.add_argument("--json", action="store_true", help="print a List in JSON; notes go to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from tandem.api import InvalidResource, load_endpoint
+    from tandem.operator import RenderError, document, render
+
+    try:
+        endpoint, raw = load_endpoint(arguments.file)
+        settings = _settings(arguments)
+    except OSError as error:
+        complain(error)
+        return ENVIRONMENT
+    except InvalidResource as error:
+        for problem in error.problems:
+            complain(f"{arguments.file}: {problem}")
+        return USAGE
+    except ValueError as error:
+        complain(error)
+        return USAGE
+    if arguments.namespace and "namespace" not in raw["metadata"]:
+        endpoint = _placed(endpoint, arguments.namespace)
+    try:
+        rendering = render(endpoint, settings)
+    except RenderError as error:
+        complain(f"{arguments.file}: {error}")
+        return USAGE
+    if arguments.json:
+        for note in rendering.notes:
+            complain(note)
+        objects = {"apiVersion": "v1", "kind": "List", "items": list(rendering.objects)}
+        json.dump(objects, sys.stdout, indent=2)
+        print()
+    else:
+        metadata = endpoint.metadata
+        title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {arguments.file.name}"
+        sys.stdout.write(document(rendering, title))
+    return OK
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """Raises OSError, or ValueError for a config.json that is none."""
+    from tandem.operator import Settings
+
+    names = (
+        "system_namespace",
+        "router_image",
+        "proxy_image",
+        "collector_image",
+        "region",
+        "remote_write_url",
+        "workers_as_root",
+    )
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+    path: Path | None = arguments.model_config
+    if path is not None:
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path}: is not a JSON object")
+        given["model_config"] = config
+    return Settings(**given)
+
+
+def _placed(endpoint: Endpoint, namespace: str) -> Endpoint:
+    metadata = endpoint.metadata.model_copy(update={"namespace": namespace})
+    return endpoint.model_copy(update={"metadata": metadata})

@@ -1,0 +1,142 @@
+"""`tandem validate`: every mistake in manifests, before a cluster sees them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.cli import FAILURE, OK, USAGE, complain
+
+if TYPE_CHECKING:
+    from tandem.api.validation import Report
+
+SUFFIXES = (".yaml", ".yml", ".json")
+"""Of the files of a folder that are read, as kubectl does."""
+
+STDIN = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-f",
+        "--file",
+        dest="files",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="manifests: files in YAML or JSON, folders of such files, or - for standard input",
+    )
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="the model's config.json: with it the PD buffer is compared with the longest prompt exactly",
+    )
+    parser.add_argument("--strict", action="store_true", help="fail on warnings too")
+    parser.add_argument(
+        "--format",
+        choices=("human", "json", "github", "sarif"),
+        default="human",
+        help="how findings are printed: as lines, JSON, annotations of GitHub's workflows, or SARIF 2.1.0",
+    )
+    parser.add_argument(
+        "--json", dest="format", action="store_const", const="json", help="the same as --format json"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from tandem.api.validation import Report, formats, read_manifest
+    from tandem.engine.validation import validate
+
+    report, endpoints, notes = Report(), 0, []
+    try:
+        config = _model_config(arguments.model_config)
+        for name, text in _texts(arguments.files):
+            manifest = read_manifest(text, name)
+            report += Report(tuple(manifest.findings))
+            notes += manifest.notes
+            for document in manifest.documents:
+                report += validate(document.resource, lines=document.lines, model_config=config)
+                endpoints += 1
+    except OSError as error:
+        complain(f"{error.filename}: {error.strerror}")
+        return USAGE
+    except ValueError as error:
+        complain(error)
+        return USAGE
+    if not endpoints and report.ok:
+        report += _nothing(arguments.files)
+    report = _in_order(report)
+    match arguments.format:
+        case "json":
+            sys.stdout.write(formats.as_json(report, endpoints, notes))
+        case "sarif":
+            sys.stdout.write(formats.sarif(report))
+        case "github":
+            sys.stdout.write(formats.github(report))
+        case _:
+            sys.stdout.write(formats.human(report))
+    for note in notes if arguments.format != "json" else ():
+        print(f"note: {note}", file=sys.stderr)
+    print(formats.counts(report, endpoints), file=sys.stderr)
+    return OK if report.ok and not (arguments.strict and report.warnings) else FAILURE
+
+
+def _in_order(report: Report) -> Report:
+    """Findings file by file, in the order that the files were named; lines in order."""
+    from tandem.api.validation import Report
+
+    files = list(dict.fromkeys(f.position.file for f in report.findings if f.position))
+
+    def place(finding: Any) -> tuple[int, int, int]:
+        if finding.position is None:
+            return len(files), 0, 0
+        return files.index(finding.position.file), finding.position.line, finding.position.column
+
+    return Report(tuple(sorted(report.findings, key=place)))
+
+
+def _nothing(files: Iterable[str]) -> Report:
+    from tandem.api.models import KIND
+    from tandem.api.validation import Finding, Position, Report
+
+    named = list(files)
+    at = Position(named[0], 1, 1) if len(named) == 1 and named[0] != STDIN else None
+    return Report((Finding("IEC003", "", f"no object of kind {KIND} in {', '.join(named)}", at),))
+
+
+def _texts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each file's name and text. Raises OSError, or ValueError where it is not text."""
+    for name in names:
+        if name == STDIN:
+            yield "<stdin>", _decoded(sys.stdin.buffer.read(), "standard input")
+            continue
+        path = Path(name)
+        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        for file in found:
+            yield str(file), _decoded(file.read_bytes(), str(file))
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _model_config(path: Path | None) -> dict[str, Any] | None:
+    """Raises OSError, or ValueError where it is not a config.json."""
+    if path is None:
+        return None
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
+    return config

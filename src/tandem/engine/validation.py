@@ -1,0 +1,273 @@
+"""Judging a resource with its engines in mind: their flags and environment, and whether the roles fit
+together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.api import Endpoint, Role
+from tandem.api import validation as of_resource
+from tandem.api.models import GROUP, KIND
+from tandem.api.validation import Found, Lines, Report, Subject
+from tandem.api.validation.checks.resources import gpus
+from tandem.api.validation.subject import location
+from tandem.engine import roles
+from tandem.engine.args import flag_value, switch
+from tandem.engine.errors import EngineError
+from tandem.engine.flag_checks import Flags, flag_findings
+from tandem.engine.kv_events import EVENTS_PORT, MOST_RANKS, REPLAY_PORT
+from tandem.engine.kv_transfer import choose_connector
+from tandem.engine.pair_checks import pair_checks
+
+_PD = "spec.pdSpec"
+_VARIABLES = "spec.worker.environmentVariables"
+_ROUTING = "spec.intelligentRoutingSpec"
+_SPECS = {Role.PREFILL: f"{_PD}.prefillSpec", Role.DECODE: f"{_PD}.decodingSpec"}
+_COMMAND_LINES = ("spec.worker.command", "spec.worker.args", *(f"{path}.args" for path in _SPECS.values()))
+_REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
+
+
+def validate(
+    resource: Mapping[str, Any], *, lines: Lines | None = None, model_config: Mapping[str, Any] | None = None
+) -> Report:
+    """Judge one resource: as `tandem.api.validation.validate` does, and with its engines in mind.
+
+    `model_config` is what the model's config.json says; with it the PD buffer is compared with the longest
+    prompt exactly. A resource of any shape is judged; nothing is raised.
+    """
+    return of_resource.validate(
+        resource, lines=lines, checks=[lambda subject: engine_checks(subject, model_config)]
+    )
+
+
+def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = None) -> Iterator[Found]:
+    """What is found about the engines, as far as the resource can be read."""
+    yield from _environment(subject)
+    if not all(_is_command_line(subject.get(path)) for path in _COMMAND_LINES):
+        return  # the schema's matter; what is left of the flags would be misread
+    yield from _references(subject)
+    endpoint = readable(subject)
+    if endpoint is None:
+        return
+    of_role = {role: _flags(subject, endpoint, role) for role in Role}
+    for role in Role if subject.disaggregated else (Role.DECODE,):
+        yield from flag_findings(of_role[role])
+        yield from _gpus(subject, of_role[role])
+        yield from _places(subject, of_role[role])
+        yield from _taken(subject, of_role[role])
+    if subject.disaggregated:
+        yield from pair_checks(subject, endpoint, of_role, model_config)
+    yield from _caches(subject, endpoint)
+    if subject.routed:
+        yield from _caching(subject, of_role)
+        yield from _event_ports(subject)
+
+
+def _is_command_line(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+
+
+def readable(subject: Subject) -> Endpoint | None:
+    """A valid endpoint with what can be read of a resource's flags and environment, where one is wanted.
+
+    A colocated endpoint gets two roles alike. None where there is text that is not Unicode.
+    """
+    variables = [v for _, v in subject.objects(_VARIABLES) if isinstance(v.get("name"), str) and v["name"]]
+    worker = {
+        "image": subject.text("spec.worker.image"),
+        "modelInvocationPort": {"containerPort": 8000},
+        "modelVolumeMount": {"name": "model"},
+        "resources": {},
+        "args": subject.texts("spec.worker.args"),
+        "command": subject.texts("spec.worker.command"),
+        "environmentVariables": [
+            {"name": v["name"], "value": v.get("value") if isinstance(v.get("value"), str) else None}
+            | ({"valueFrom": v["valueFrom"]} if "valueFrom" in v else {})
+            for v in variables
+        ],
+    }
+    pd = {path.rpartition(".")[2]: {"args": subject.texts(f"{path}.args")} for path in _SPECS.values()}
+    whole = {
+        "apiVersion": f"{GROUP}/v1",
+        "kind": KIND,
+        "metadata": {"name": "readable", "annotations": subject.annotations},
+        "spec": {
+            "modelName": subject.text("spec.modelName"),
+            "modelSourceConfig": {"modelSourceType": "s3"},
+            "worker": worker,
+            "pdSpec": pd,
+        },
+    }
+    try:
+        return Endpoint.model_validate(whole)
+    except ValidationError:
+        return None
+
+
+def _flags(subject: Subject, endpoint: Endpoint, role: Role) -> Flags:
+    sources = roles.sources(endpoint, role)
+    resources = f"{_SPECS[role]}.resources" if subject.disaggregated else "spec.worker.resources"
+    return Flags.of([(s, len(subject.texts(s.path)) - len(s.args)) for s in sources], resources)
+
+
+def _gpus(subject: Subject, flags: Flags) -> Iterator[Found]:
+    """Whether the pod has the GPUs that the engine spreads over."""
+    given = gpus(subject.object(flags.resources))
+    unusual = (
+        "--data-parallel-size-local",
+        "--data-parallel-hybrid-lb",
+        "--data-parallel-start-rank",
+        "--nnodes",
+    )
+    if not given or any(flags.last(flag) for flag in unusual):
+        return
+    sizes = {
+        f"--{name}-parallel-size": flags.size(f"--{name}-parallel-size")
+        for name in ("tensor", "pipeline", "data", "prefill-context")
+    }
+    needed = 1
+    for size in sizes.values():
+        needed *= size
+    said = (
+        " × ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        or "without --tensor-parallel-size"
+    )
+    last = next((found for flag in sizes if (found := flags.last(flag))), None)
+    at = last[1] if last else location(flags.resources)
+    if needed > given:
+        yield Found(
+            "IEC405", at, f"{said}: the engine needs {needed} GPUs, and {flags.resources} has {given}"
+        )
+    elif needed < given:
+        yield Found(
+            "IEC709", at, f"{said}: the engine uses {needed} of the {given} GPUs in {flags.resources}"
+        )
+
+
+def _places(subject: Subject, flags: Flags) -> Iterator[Found]:
+    """Whether port and model are where the rest of the resource says."""
+    port, given = subject.number("spec.worker.modelInvocationPort.containerPort"), flags.last("--port")
+    if given and port is not None and flags.number("--port") not in (None, port):
+        yield Found(
+            "IEC407",
+            given[1],
+            f"is {given[0]}, but requests go to {port}, worker.modelInvocationPort.containerPort",
+        )
+    model, mount = (
+        roles.model_argument(flags.args),
+        subject.text("spec.worker.modelVolumeMount.mountPath", "/opt/ml/model"),
+    )
+    last = flags.last("--model") or flags.last("")
+    if model and last and model.startswith("/") and not f"{model}/".startswith(f"{mount.rstrip('/')}/"):
+        yield Found("IEC713", last[1], f"names the model {model}, but the weights are mounted at {mount}")
+
+
+_LISTENING = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--headless")
+
+
+def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:
+    """Flags that are replaced, and those that keep others from reaching the engine."""
+    for flag in _LISTENING if subject.routed else ():
+        if last := flags.last(flag):
+            said = f"{flag}: the router speaks plain HTTP on the engine's port, and finds none; leave it out"
+            yield Found("IEC408", last[1], said)
+    if subject.disaggregated and (last := flags.last("--kv-transfer-config")):
+        yield Found(
+            "IEC519",
+            last[1],
+            "--kv-transfer-config is replaced: Tandem writes it for each role and connector",
+        )
+    host = flag_value(flags.args, "--host")
+    if host in ("127.0.0.1", "localhost", "::1") and (last := flags.last("--host")):
+        said = f"--host {host}: probes and other pods reach the engine by the pod's address; use 0.0.0.0"
+        yield Found("IEC723", last[1], said)
+
+
+def _references(subject: Subject) -> Iterator[Found]:
+    """`$(NAME)` that nothing fills in, and a shell that flags may not get through."""
+    known = {str(v.get("name")) for _, v in subject.objects(_VARIABLES)}
+    for path in _COMMAND_LINES:
+        for i, word in enumerate(subject.texts(path)):
+            for name in _REFERENCE.findall(word):
+                if name and name not in known:
+                    said = (
+                        f"$({name}) stays as it is: there is no such variable in worker.environmentVariables"
+                    )
+                    yield Found("IEC720", location(path, i), said)
+    command = subject.texts("spec.worker.command")
+    if command and command[0].rpartition("/")[2] in ("sh", "bash"):
+        yield Found(
+            "IEC722",
+            location("spec.worker.command"),
+            'is a shell: flags reach the engine only if it hands its arguments on ("$@")',
+        )
+
+
+def _environment(subject: Subject) -> Iterator[Found]:
+    for at, variable in subject.objects(_VARIABLES):
+        name, value = variable.get("name"), variable.get("value")
+        if name == "PYTHONHASHSEED" and isinstance(value, str) and not _hash_seed(value):
+            yield Found(
+                "IEC232",
+                (*at, "value"),
+                f"must be a number up to 4294967295: Python does not start (it is {value!r})",
+            )
+
+
+def _hash_seed(value: str) -> bool:
+    """Whether Python starts with it."""
+    return value == "random" or (re.fullmatch(r"[0-9]{1,10}", value) is not None and int(value) < 2**32)
+
+
+def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
+    """kvCacheSpec is LMCache's."""
+    try:
+        connector = choose_connector(endpoint)
+    except EngineError:
+        return
+    cache = "spec.kvCacheSpec"
+    wanted = subject.get(f"{cache}.enableL1Cache") is True or subject.text(f"{cache}.cacheConfigFile")
+    if connector.name != "lmcache" and (wanted or subject.flag(f"{cache}.enableL2Cache", default=False)):
+        yield Found(
+            "IEC520",
+            location(cache),
+            "has no effect, as the engines run without LMCache: neither the image nor a flag carries it",
+        )
+
+
+def _event_ports(subject: Subject) -> Iterator[Found]:
+    """With kvaware engines publish KV events from their pods."""
+    port = subject.number("spec.worker.modelInvocationPort.containerPort")
+    if subject.text(f"{_ROUTING}.routingStrategy") == "kvaware" and port in (EVENTS_PORT, REPLAY_PORT):
+        at = location("spec.worker.modelInvocationPort.containerPort")
+        yield Found(
+            "IEC229",
+            at,
+            f"is {port}, where the engine publishes KV events for the strategy kvaware; use 8000",
+        )
+
+
+def _caching(subject: Subject, of_role: Mapping[Role, Flags]) -> Iterator[Found]:
+    strategy = subject.text(f"{_ROUTING}.routingStrategy", "prefixaware")
+    if strategy not in ("kvaware", "prefixaware"):
+        return
+    chosen = of_role[Role.PREFILL]  # of a colocated endpoint both are alike
+    last = chosen.last("--enable-prefix-caching")
+    if last and switch(chosen.args, "--enable-prefix-caching") is False:
+        yield Found(
+            "IEC708",
+            last[1],
+            f"{last[0]}: the strategy {strategy} has nothing to choose by without a prefix cache",
+        )
+    for flags in of_role.values():
+        ranks, place = flags.size("--data-parallel-size"), flags.last("--data-parallel-size")
+        if strategy == "kvaware" and ranks > MOST_RANKS and place:
+            yield Found(
+                "IEC404",
+                place[1],
+                f"is {place[0]}; with the strategy kvaware a pod has at most {MOST_RANKS} ranks",
+            )

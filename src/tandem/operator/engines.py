@@ -1,0 +1,166 @@
+"""What the model container of a pool is started with: vLLM's flags and its environment."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tandem.api import Role
+from tandem.engine import (
+    EngineError,
+    flag_value,
+    has_flag,
+    kv_transfer_config,
+    pod_kv_events,
+    switch,
+    without,
+)
+from tandem.engine.kv_events import publishing_args
+from tandem.operator import names
+from tandem.operator.errors import RenderError
+from tandem.operator.lmcache import pd_settings
+from tandem.operator.plan import Plan
+from tandem.operator.pools import Pool
+
+LMCACHE_FILE = "/etc/tandem/lmcache/lmcache.yaml"
+
+_EFA_ENVIRONMENT = {
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",  # reads and writes GPU memory itself, without a copy through the host
+    # Libfabric would hand over to a pod on the same node through /dev/shm, which pods do not share.
+    "FI_EFA_ENABLE_SHM_TRANSFER": "0",
+}
+
+
+def arguments(plan: Plan, pool: Pool) -> list[str]:
+    """The arguments of the model container: the resource's flags, and those that the endpoint needs."""
+    args = list(pool.given_args)
+    if not has_flag(pool.args, "--port"):
+        args += ["--port", str(plan.port)]
+    if plan.routed and not has_flag(pool.args, "--enable-prompt-tokens-details"):
+        args += ["--enable-prompt-tokens-details"]  # usage tells how many prompt tokens came from a cache
+    if plan.disaggregated:
+        args = _handing_over(plan, pool, args)
+    elif plan.lmcache_colocated and not has_flag(pool.args, "--kv-transfer-config"):
+        args += ["--kv-transfer-config", _json({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})]
+    if plan.kv_events:
+        try:
+            args = publishing_args(args, pod_kv_events(pool.flags.dp))
+        except EngineError as error:
+            raise RenderError(str(error)) from None
+    return args
+
+
+def _handing_over(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
+    assert pool.role is not None
+    args = without(args, ["--kv-transfer-config"])
+    if plan.lmcache_pd:
+        args = _lmcache_flags(plan, pool, args)
+    return [*args, "--kv-transfer-config", transfer_config(plan, pool)]
+
+
+def _lmcache_flags(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
+    """LMCache hands over one step of a prefill at a time and is notified of the first: a prompt has to be one
+    step. A decoder's chunks are freed when they are loaded, which what its own prefix cache has never is."""
+    if pool.role is Role.PREFILL:
+        if not has_flag(pool.args, "--max-num-batched-tokens"):
+            args = [*args, "--max-num-batched-tokens", str(plan.step_tokens)]
+        return args
+    if switch(pool.args, "--enable-prefix-caching") is not False:
+        args = [*without(args, ["--enable-prefix-caching"]), "--no-enable-prefix-caching"]
+    return args
+
+
+def transfer_config(plan: Plan, pool: Pool) -> str:
+    """The value of `--kv-transfer-config` for a role."""
+    assert pool.role is not None
+    if plan.lmcache_pd:
+        prefills = pool.role is Role.PREFILL
+        return _json(
+            {
+                "kv_connector": "LMCacheConnectorV1",
+                "kv_role": "kv_producer" if prefills else "kv_consumer",
+                "kv_load_failure_policy": "fail",
+                "kv_connector_extra_config": {
+                    "discard_partial_chunks": False,
+                    "lmcache_rpc_port": "producer1" if prefills else "consumer1",
+                },
+            }
+        )
+    config = json.loads(kv_transfer_config(plan.connector, pool.role, "cuda"))
+    config["kv_connector_extra_config"]["backends"] = [plan.nixl_backend]
+    return _json(config)
+
+
+def environment(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
+    """The variables of the model container, as Kubernetes' EnvVars: defaults, the resource's, and those that
+    cannot be otherwise."""
+    given = [v.model_dump(by_alias=True, exclude_unset=True) for v in pool.env]
+    owned = _owned(plan, pool)
+    kept = [v for v in given if v["name"] not in {o["name"] for o in owned}]
+    said = {v["name"] for v in kept}
+    defaults = [{"name": n, "value": v} for n, v in _defaults(plan, pool).items() if n not in said]
+    # The pod's own address comes first: variables may refer to those before them.
+    return [_field("POD_IP", "status.podIP"), *defaults, *kept, *owned]
+
+
+def _defaults(plan: Plan, pool: Pool) -> dict[str, str]:
+    variables = {
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # LMCache's keys are Python hashes; engines that seed them differently never find each other's KV.
+        "PYTHONHASHSEED": "0",
+    }
+    if not plan.settings.workers_as_root:
+        # Caches of compiled kernels are kept in the home folder, and the image has none for this user.
+        variables |= {"HOME": "/tmp", "USER": "tandem"}
+    if plan.connector.name == "lmcache":
+        variables["LMCACHE_TRACK_USAGE"] = "false"
+    if plan.disaggregated and plan.nixl_backend == "LIBFABRIC":
+        variables |= _EFA_ENVIRONMENT
+    return variables
+
+
+def _owned(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
+    variables: list[dict[str, Any]] = []
+    if plan.disaggregated and not plan.lmcache_pd:
+        variables += [
+            {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"},
+            {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(names.SIDE_CHANNEL_PORT)},
+        ]
+    if plan.lmcache_pd or plan.lmcache_colocated:
+        variables.append({"name": "LMCACHE_CONFIG_FILE", "value": plan.cache.file or LMCACHE_FILE})
+    if plan.lmcache_pd:
+        # Not in the file: LMCache 0.4.3 would call the key unknown, and knows no other mode.
+        variables.append({"name": "LMCACHE_PD_BACKEND_MODE", "value": "sync"})
+        if pool.role is Role.DECODE:
+            variables.append({"name": "LMCACHE_PD_PEER_HOST", "value": "$(POD_IP)"})
+        if plan.cache.file is not None:
+            variables += [
+                {"name": f"LMCACHE_{key.upper()}", "value": _lmcache_text(value)}
+                for key, value in pd_settings(plan, pool).items()
+            ]
+    return variables
+
+
+def _lmcache_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def model_folder(plan: Plan, pool: Pool) -> str:
+    """The folder of the tokenizer in the model container: `--tokenizer`, else the model's."""
+    for flag in ("--tokenizer", "--model"):
+        named = flag_value(pool.args, flag)
+        if named and named.startswith("/"):
+            return named.rstrip("/")
+    return plan.spec.worker.model_volume_mount.mount_path.rstrip("/")
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

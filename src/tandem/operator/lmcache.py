@@ -1,0 +1,77 @@
+"""LMCache's configuration file for the engines of a pool."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+from tandem.api import Role
+from tandem.operator import names, sizes
+from tandem.operator.plan import Plan
+from tandem.operator.pools import Pool
+
+_WHY = {
+    "chunk_size": "tokens; the same for both roles, or KV that comes is garbage",
+    "local_cpu": "L1: KV blocks that leave the GPU stay in the pod's memory",
+    "max_local_cpu_size": "GiB a rank",
+    "remote_url": "L2: shared by the pods",
+    "save_unfull_chunk": "the last, shorter chunk of a prompt is sent too",
+    "enable_pd": "prefill and decode on engines of their own",
+    "nixl_backends": "LIBFABRIC over EFA, UCX over everything else",
+    "pd_role": "sender: prefills and pushes; receiver: decodes",
+    "pd_proxy_host": "the router, which has to be told when all KV is there",
+    "pd_peer_init_port": "one for each tensor-parallel rank; pd_peer_host is the pod's own address, by "
+    "LMCACHE_PD_PEER_HOST",
+}
+
+
+def lmcache_yaml(plan: Plan, pool: Pool) -> str:
+    """The file, with a comment where a key needs one."""
+    keys = cache_settings(plan, pool)
+    if plan.lmcache_pd:
+        keys |= pd_settings(plan, pool)
+    lines = [f"# LMCache of the {pool.component} engines of {plan.names.namespace}/{plan.names.name}."]
+    for key, value in keys.items():
+        why = plan.buffer.reason if key == "pd_buffer_size" and plan.buffer else _WHY.get(key)
+        lines += textwrap.wrap(why or "", 100, initial_indent="# ", subsequent_indent="# ")
+        lines.append(f"{key}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def cache_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
+    """L1 and L2. Decoders of a disaggregated endpoint have neither: what they load was sent to them."""
+    caches = pool.role is not Role.DECODE and plan.cache.l1
+    keys: dict[str, Any] = {
+        "chunk_size": sizes.CHUNK_TOKENS,
+        "save_unfull_chunk": plan.lmcache_pd,
+        "local_cpu": caches,
+    }
+    if caches:
+        keys["max_local_cpu_size"] = sizes.l1_cache(pool.gpus)[0] / sizes.GIB
+    if plan.cache.redis_url is not None and (caches or not plan.disaggregated):
+        keys |= {"remote_url": plan.cache.redis_url, "remote_serde": "naive"}
+    return keys
+
+
+def pd_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
+    """What makes an engine one half of a hand-off."""
+    assert plan.buffer is not None
+    keys: dict[str, Any] = {
+        "enable_pd": True,
+        "transfer_channel": "nixl",
+        "nixl_backends": [plan.nixl_backend],
+        "pd_buffer_size": plan.buffer.bytes,
+        "pd_buffer_device": "cuda",
+    }
+    if pool.role is Role.PREFILL:
+        host = f"{plan.names.notify_service}.{plan.names.system_namespace}.svc"
+        return keys | {"pd_role": "sender", "pd_proxy_host": host, "pd_proxy_port": names.NOTIFY_PORT}
+    init, alloc = receiver_ports(pool)
+    return keys | {"pd_role": "receiver", "pd_peer_init_port": init, "pd_peer_alloc_port": alloc}
+
+
+def receiver_ports(pool: Pool) -> tuple[list[int], list[int]]:
+    """Where a decoder's ranks take KV: (init ports, alloc ports)."""
+    ranks = range(pool.flags.tp)
+    return [names.LMCACHE_INIT_PORT + r for r in ranks], [names.LMCACHE_ALLOC_PORT + r for r in ranks]

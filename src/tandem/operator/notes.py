@@ -1,0 +1,72 @@
+"""What a reader of the objects should know: what of the resource was replaced, or has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.engine import has_flag
+from tandem.operator import scaling
+from tandem.operator.plan import Plan
+from tandem.operator.sizes import CHUNK_TOKENS
+from tandem.operator.wishes import instance_types, section
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """One line each; those that name a field begin with its path."""
+    found = [*_handing_over(plan), *_caches(plan), *_interfaces(plan), *_command(plan), *_weights(plan)]
+    return tuple(dict.fromkeys([*found, *scaling.notes(plan)]))
+
+
+def _handing_over(plan: Plan) -> Iterator[str]:
+    if not plan.disaggregated:
+        return
+    yield f"connector: {plan.connector.reason}"
+    for pool in plan.pools:
+        if has_flag(pool.args, "--kv-transfer-config"):
+            yield (
+                f"--kv-transfer-config of the {pool.component} engines: replaced by the configuration for "
+                "that connector"
+            )
+    if plan.buffer is not None and plan.context is not None:
+        needed = -(-plan.context // CHUNK_TOKENS)
+        if needed > plan.buffer.chunks:
+            yield (
+                f"PD_BUFFER_SIZE: holds {plan.buffer.chunks} chunks and the longest prompt takes {needed}: "
+                "prompts beyond the buffer are computed by decoders alone"
+            )
+
+
+def _caches(plan: Plan) -> Iterator[str]:
+    given = section(plan.spec.kv_cache_spec)
+    if plan.connector.name != "lmcache" and given:
+        yield "spec.kvCacheSpec: without effect, as the engines run without LMCache"
+    elif plan.lmcache_pd and plan.cache.file is not None:
+        yield "spec.kvCacheSpec.cacheConfigFile: read first; what hand-offs need is set over it"
+    if plan.cache.tiered:
+        yield ("spec.kvCacheSpec.l2CacheSpec: tieredstorage is HyperPod's own store; no L2 cache is rendered")
+
+
+def _interfaces(plan: Plan) -> Iterator[str]:
+    types = instance_types(plan.spec)
+    if plan.disaggregated and types and not any(map(plan.efa, plan.pools)):
+        yield (
+            f"EFA: no interfaces are asked for, as those of {', '.join(types)} are not known; KV goes over "
+            "UCX. Name vpc.amazonaws.com/efa in the roles' resources to use them"
+        )
+
+
+def _command(plan: Plan) -> Iterator[str]:
+    command = plan.spec.worker.command
+    if command and command[0].rpartition("/")[2] in ("sh", "bash"):
+        yield (
+            'spec.worker.command: is a shell; flags reach the engine only if it hands its arguments on ("$@")'
+        )
+
+
+def _weights(plan: Plan) -> Iterator[str]:
+    source = plan.spec.model_source_config
+    if source.model_source_type == "fsx" and not section(source.fsx_storage).get("mountName"):
+        yield (
+            "spec.modelSourceConfig.fsxStorage.mountName: is not given; fsx is rendered, which holds for "
+            "file systems of type SCRATCH_1 only"
+        )

@@ -1,0 +1,99 @@
+"""What objects have in common: their head, and the locks on containers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.operator import names
+from tandem.operator.plan import Plan
+
+Object = dict[str, Any]
+"""A Kubernetes object, or a part of one, as it is written in YAML."""
+
+PROXY_USER, COLLECTOR_USER, ROUTER_USER, MODEL_USER = 101, 10001, 65532, 1000
+"""User ids: those of the images, and for model containers the first of ordinary users."""
+
+
+def head(
+    plan: Plan,
+    api_version: str,
+    kind: str,
+    name: str,
+    component: str,
+    *,
+    system: bool = False,
+    annotations: Mapping[str, str] | None = None,
+) -> Object:
+    """An object with its metadata; `system`: in the system namespace, not the endpoint's."""
+    metadata: Object = {
+        "name": name,
+        "namespace": plan.names.system_namespace if system else plan.names.namespace,
+        "labels": plan.names.labels(component),
+    }
+    if annotations:
+        metadata["annotations"] = dict(annotations)
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
+
+
+def locked(user: int | None) -> Object:
+    """A container without root, privileges and a writable root; `user` is its user id, None the image's
+    own."""
+    context: Object = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if user is None:
+        return context
+    return context | {"readOnlyRootFilesystem": True, "runAsNonRoot": True, "runAsUser": user}
+
+
+def resources(cpu: str, memory: str, cpu_limit: str, memory_limit: str) -> Object:
+    return {
+        "requests": {"cpu": cpu, "memory": memory},
+        "limits": {"cpu": cpu_limit, "memory": memory_limit},
+    }
+
+
+def http_probe(path: str, port: int, **seconds: int) -> Object:
+    return {"httpGet": {"path": path, "port": port}, **seconds}
+
+
+def field(name: str, path: str) -> Object:
+    """A variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def config_hash(config_maps: Iterable[Object]) -> str:
+    """Of the content of config maps; in a pod's annotations it makes pods new when the content is."""
+    content = json.dumps([m["data"] for m in config_maps], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def collector(plan: Plan, mount: Object, config_file: str) -> Object:
+    """The metrics collector's container."""
+    given = plan.spec.metrics_collector_resources
+    return {
+        "name": names.COLLECTOR_CONTAINER,
+        "image": plan.settings.collector_image,
+        "args": [f"--config={config_file}"],
+        "env": [field("POD_NAME", "metadata.name"), field("NODE_NAME", "spec.nodeName")],
+        "ports": [{"name": "metrics", "containerPort": names.COLLECTOR_METRICS_PORT}],
+        "livenessProbe": http_probe("/", names.COLLECTOR_HEALTH_PORT, periodSeconds=30, timeoutSeconds=5),
+        # No readiness: a collector in trouble is no reason to take its pod's engine out of use.
+        "resources": dict(given) if given else resources("50m", "128Mi", "500m", "512Mi"),
+        "securityContext": locked(COLLECTOR_USER),
+        "volumeMounts": [mount],
+    }
+
+
+def scrape_annotations() -> dict[str, str]:
+    """For a Prometheus that looks for pods by the usual annotations."""
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(names.COLLECTOR_METRICS_PORT),
+        "prometheus.io/path": "/metrics",
+    }

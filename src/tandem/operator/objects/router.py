@@ -1,0 +1,99 @@
+"""The router's Deployment."""
+
+from __future__ import annotations
+
+from tandem.config import router_argv
+from tandem.operator import names, sizes
+from tandem.operator.objects import config_maps
+from tandem.operator.objects.common import (
+    ROUTER_USER,
+    Object,
+    collector,
+    config_hash,
+    head,
+    http_probe,
+    locked,
+    resources,
+    scrape_annotations,
+)
+from tandem.operator.plan import Plan
+from tandem.operator.routing import router_config
+from tandem.operator.scaling import is_scaled, router_scaling
+
+_COLLECTOR_FILE = "/etc/tandem/collector.yaml"
+
+
+def deployment(plan: Plan, config: Object | None) -> Object:
+    """`config` is the router's ConfigMap, if it has one."""
+    selector = plan.names.router_selector()
+    grace = sizes.grace(plan.times, 0, "")
+    annotations = {names.SIZES_ANNOTATION: f"{plan.times.reason}\n{grace.reason}\n"}
+    made = head(
+        plan, "apps/v1", "Deployment", plan.names.router, "router", system=True, annotations=annotations
+    )
+    containers = [_router(plan)]
+    if config is not None:
+        mount = {
+            "name": "tandem-config",
+            "mountPath": _COLLECTOR_FILE,
+            "subPath": config_maps.COLLECTOR,
+            "readOnly": True,
+        }
+        containers.append(collector(plan, mount, _COLLECTOR_FILE))
+    pod: Object = {
+        "serviceAccountName": plan.names.router,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace.total,
+        "containers": containers,
+        "volumes": [{"name": "tandem-tmp", "emptyDir": {}}],
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": selector},
+            }
+        ],
+    }
+    template: Object = {"labels": plan.names.labels("router") | selector}
+    if config is not None:
+        pod["volumes"].append({"name": "tandem-config", "configMap": {"name": plan.names.router}})
+        template["annotations"] = {names.CONFIG_ANNOTATION: config_hash([config]), **scrape_annotations()}
+    return made | {
+        "spec": {
+            **({} if is_scaled(plan, router_scaling(plan)) else {"replicas": 1}),
+            "revisionHistoryLimit": 3,
+            "strategy": _strategy(plan),
+            "selector": {"matchLabels": selector},
+            "template": {"metadata": template, "spec": pod},
+        }
+    }
+
+
+def _strategy(plan: Plan) -> Object:
+    """A new router is ready before the old one leaves; but LMCache's prefillers notify one router alone."""
+    if plan.lmcache_pd:
+        return {"type": "Recreate"}
+    return {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+
+
+def _router(plan: Plan) -> Object:
+    ports = [{"name": "http", "containerPort": names.ROUTER_PORT}]
+    if plan.lmcache_pd:
+        ports.append({"name": "notify", "containerPort": names.NOTIFY_PORT})
+    return {
+        "name": names.ROUTER_CONTAINER,
+        "image": plan.settings.router_image,
+        "command": ["tandem", "router"],
+        "args": router_argv(router_config(plan)),
+        "ports": ports,
+        "startupProbe": http_probe("/health", names.ROUTER_PORT, periodSeconds=2, failureThreshold=60),
+        "readinessProbe": http_probe("/ready", names.ROUTER_PORT, periodSeconds=5, timeoutSeconds=5),
+        "livenessProbe": http_probe(
+            "/health", names.ROUTER_PORT, periodSeconds=15, timeoutSeconds=5, failureThreshold=4
+        ),
+        "resources": resources("1", "1Gi", "4", "4Gi"),
+        "securityContext": locked(ROUTER_USER),
+        "volumeMounts": [{"name": "tandem-tmp", "mountPath": "/tmp"}],
+    }

@@ -1,0 +1,198 @@
+"""Everything that is decided about an endpoint before objects are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tandem.api import Endpoint, Role, Spec
+from tandem.api.annotations import parse_annotations
+from tandem.engine import (
+    KV_LEASE_SECONDS,
+    ConnectorChoice,
+    EngineError,
+    choose_connector,
+    flag_value,
+    routing_strategy,
+    wants_kv_events,
+)
+from tandem.operator import sizes
+from tandem.operator.errors import RenderError
+from tandem.operator.model import token_size
+from tandem.operator.names import MOST_LMCACHE_RANKS, OWN_PORTS, Names
+from tandem.operator.pools import Pool, disaggregated, pools
+from tandem.operator.settings import Settings
+from tandem.operator.wishes import (
+    KvCache,
+    LoadBalancer,
+    Metrics,
+    instance_types,
+    kv_cache,
+    load_balancer,
+    metrics,
+    routed,
+    section,
+)
+
+DEFAULT_STEP_TOKENS = 8192
+"""`--max-num-batched-tokens` of LMCache's prefillers where no context is known: what vLLM takes itself on
+large GPUs. It is written out because the router has to know it."""
+
+LARGEST_STEP_TOKENS = 32_768
+"""Above it a prompt is prefilled in several steps, because activations grow with the step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    endpoint: Endpoint
+    settings: Settings
+    names: Names
+    pools: tuple[Pool, ...]
+    """Prefillers first; one of a colocated endpoint."""
+    routed: bool
+    connector: ConnectorChoice
+    """How KV is handed over; of a colocated endpoint only whether LMCache is there."""
+    strategy: str
+    kv_events: bool
+    cache: KvCache
+    metrics: Metrics
+    balancer: LoadBalancer
+    buffer: sizes.PdBuffer | None
+    """A decoder's receive buffer, with LMCache."""
+    step_tokens: int | None
+    """Tokens that LMCache's prefillers compute in one step."""
+    times: sizes.Times
+
+    @property
+    def spec(self) -> Spec:
+        return self.endpoint.spec
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.endpoint.spec.pd_spec is not None
+
+    @property
+    def lmcache_pd(self) -> bool:
+        """Whether prefillers push KV through LMCache."""
+        return self.disaggregated and self.connector.name == "lmcache"
+
+    @property
+    def lmcache_colocated(self) -> bool:
+        """Whether colocated workers keep KV in LMCache."""
+        kept = self.cache.l1 or self.cache.redis_url is not None or self.cache.file is not None
+        return not self.disaggregated and self.connector.name == "lmcache" and kept
+
+    @property
+    def context(self) -> int | None:
+        """The longest context that every pool takes, in tokens."""
+        return _context(self.pools)
+
+    @property
+    def port(self) -> int:
+        """Where engines serve."""
+        return self.endpoint.spec.worker.model_invocation_port.container_port
+
+    def pool(self, role: Role) -> Pool:
+        return next(pool for pool in self.pools if pool.role is role)
+
+    def efa(self, pool: Pool) -> sizes.Efa | None:
+        """The interfaces that a pool's pods get for hand-offs: as its resources say, else by the instance
+        type."""
+        if not self.disaggregated:
+            return None
+        for part in ("limits", "requests"):
+            asked = section(pool.resources.get(part)).get("vpc.amazonaws.com/efa")
+            if asked is not None:
+                count = int(str(asked))
+                reason = f"EFA: {count} interfaces, as the role's resources say"
+                return sizes.Efa(count, 0, reason) if count else None
+        return sizes.efa(instance_types(self.endpoint.spec), pool.gpus)
+
+    @property
+    def nixl_backend(self) -> str:
+        """NIXL's plug-in. Both sides of a hand-off need the same, so EFA counts where all pods have it."""
+        return "LIBFABRIC" if all(map(self.efa, self.pools)) else "UCX"
+
+    def grace(self, pool: Pool) -> sizes.Grace:
+        if pool.role is Role.PREFILL and not self.lmcache_pd:
+            return sizes.grace(self.times, KV_LEASE_SECONDS, "until the last KV is fetched or its lease ends")
+        return sizes.grace(self.times, 0, "")
+
+
+def plan(endpoint: Endpoint, settings: Settings) -> Plan:
+    """Raises RenderError where the resource leaves no way to make objects of it."""
+    extensions, problems = parse_annotations(endpoint.metadata.annotations)
+    if problems:
+        raise RenderError("; ".join(map(str, problems)))
+    spec = endpoint.spec
+    serving = spec.worker.model_invocation_port.container_port
+    if serving in OWN_PORTS:
+        raise RenderError(
+            f"spec.worker.modelInvocationPort.containerPort: {serving} is the port of {OWN_PORTS[serving]} "
+            "in the same pod; use another, as 8000"
+        )
+    try:
+        found = pools(endpoint, extensions)
+        connector = choose_connector(disaggregated(endpoint))
+    except EngineError as error:
+        raise RenderError(str(error)) from None
+    made = Plan(
+        endpoint=endpoint,
+        settings=settings,
+        names=Names(endpoint.metadata.name, endpoint.metadata.namespace, settings.system_namespace),
+        pools=found,
+        routed=routed(endpoint),
+        connector=connector,
+        strategy=routing_strategy(endpoint),
+        kv_events=routed(endpoint) and wants_kv_events(endpoint),
+        cache=kv_cache(spec),
+        metrics=metrics(spec),
+        balancer=load_balancer(spec),
+        buffer=None,
+        step_tokens=None,
+        times=sizes.times(_context(found)),
+    )
+    return _with_lmcache(made) if made.lmcache_pd else made
+
+
+def _with_lmcache(made: Plan) -> Plan:
+    prefill, decode = made.pool(Role.PREFILL), made.pool(Role.DECODE)
+    if prefill.flags.tp != decode.flags.tp:
+        raise RenderError(
+            f"spec.pdSpec: prefillers have --tensor-parallel-size {prefill.flags.tp} and decoders "
+            f"{decode.flags.tp}; with LMCache each rank writes to its own counterpart, so they must be equal"
+        )
+    if decode.flags.tp > MOST_LMCACHE_RANKS or max(p.flags.dp for p in made.pools) > 1:
+        raise RenderError(
+            f"spec.worker.args: LMCache hands over between engines of one data-parallel rank and at most "
+            f"{MOST_LMCACHE_RANKS} tensor-parallel ones; use the connector nixl, or more replicas"
+        )
+    given = decode.env_value("PD_BUFFER_SIZE")
+    if given is not None and not (given.isascii() and given.isdigit() and int(given)):
+        raise RenderError(
+            f"spec.worker.environmentVariables[PD_BUFFER_SIZE]: {given!r} is not a number of bytes"
+        )
+    token = token_size(
+        made.settings.model_config,
+        model_names(made.endpoint),
+        tp=decode.flags.tp,
+        kv_cache_dtype=flag_value(decode.args, "--kv-cache-dtype"),
+    )
+    buffer = sizes.pd_buffer(token, longest=made.context, given=int(given) if given else None)
+    if buffer.chunks < 1:
+        raise RenderError(
+            f"spec.worker.environmentVariables[PD_BUFFER_SIZE]: {given} bytes do not hold one chunk of "
+            f"{sizes.CHUNK_TOKENS} tokens. {buffer.reason}"
+        )
+    step = prefill.flags.step_tokens or min(made.context or DEFAULT_STEP_TOKENS, LARGEST_STEP_TOKENS)
+    return replace(made, buffer=buffer, step_tokens=step)
+
+
+def _context(found: tuple[Pool, ...]) -> int | None:
+    return min((pool.flags.context for pool in found if pool.flags.context), default=None)
+
+
+def model_names(endpoint: Endpoint) -> tuple[str, ...]:
+    """What the resource calls the model, the most telling first."""
+    source = endpoint.spec.model_source_config
+    named = (section(source.hugging_face_model).get("modelId"), source.model_location)
+    return (*(name for name in named if name), endpoint.spec.model_name)

@@ -1,0 +1,237 @@
+"""What the library call says: all at once, with rule, path and place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.api.validation import RULES, Found, Position, Severity, Subject, read_manifest
+from tandem.api.validation import validate as judge
+from tandem.api.validation.checks.resources import quantity
+from tandem.engine.validation import validate
+
+from .conftest import with_fields
+from .manifests import COLOCATED, HUGGING_FACE, MANIFESTS, NVME, S3
+
+
+def said(resource: Any, **options: Any) -> list[tuple[str, str]]:
+    return [(f.rule, f.path) for f in validate(resource, **options).findings]
+
+
+def changed(text: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a change adds to the findings of a manifest, and what it takes away is not looked at."""
+    before = said(with_fields(text, {}))
+    return [finding for finding in said(with_fields(text, changes)) if finding not in before]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_of_hyperpod_are_accepted(name: str) -> None:
+    report = validate(with_fields(MANIFESTS[name], {}))
+    assert report.ok
+    assert report.errors == ()
+    assert {f.rule for f in report.warnings} <= {"IEC501", "IEC513", "IEC709"}
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    wrong = with_fields(
+        S3,
+        {
+            "spec.modelName": ...,
+            "spec.replica": 2,
+            "spec.pdSpec.routingThreshold": -1,
+            "spec.modelSourceConfig.s3Storage": ...,
+            "spec.worker.args": ["--port", "9000"],
+            "spec.instanceTypes": ["ml.p5.48xlarge"],
+            "metadata.annotations": {"tandem.dev/managed": "no"},
+        },
+    )
+    report = validate(wrong)
+    assert not report.ok
+    assert {(f.rule, f.path) for f in report.errors} == {
+        ("IEC102", "spec.modelName"),
+        ("IEC101", "spec.replica"),
+        ("IEC104", "spec.pdSpec.routingThreshold"),
+        ("IEC201", "spec.modelSourceConfig.s3Storage"),
+        ("IEC207", "spec.instanceTypes"),
+        ("IEC407", "spec.worker.args[0]"),
+        ("IEC301", "metadata.annotations[tandem.dev/managed]"),
+    }
+
+
+def test_a_finding_says_where_what_and_what_to_do() -> None:
+    manifest = read_manifest(S3.replace("routingThreshold: 4096", "routingTreshold: 4096"), "pd.yaml")
+    (document,) = manifest.documents
+    (finding,) = validate(document.resource, lines=document.lines).errors
+    assert finding.position == Position("pd.yaml", 22, 5)
+    assert finding.severity is Severity.ERROR
+    assert str(finding) == (
+        "pd.yaml:22:5: error IEC101 spec.pdSpec.routingTreshold: is not a field; did you mean "
+        "routingThreshold?"
+    )
+    assert finding.as_dict() == {
+        "rule": "IEC101",
+        "severity": "error",
+        "path": "spec.pdSpec.routingTreshold",
+        "message": "is not a field; did you mean routingThreshold?",
+        "file": "pd.yaml",
+        "line": 22,
+        "column": 5,
+    }
+
+
+def test_without_a_file_there_is_no_place() -> None:
+    (finding,) = validate(with_fields(NVME, {"spec.zzz": 1})).errors
+    assert finding.position is None
+    assert str(finding) == "error IEC101 spec.zzz: is not a field"
+
+
+def test_findings_come_in_the_order_of_the_file() -> None:
+    text = S3.replace("replicas: 2", "replicas: 0").replace("modelName: llama", "modelName: -llama")
+    (document,) = read_manifest(text, "x.yaml").documents
+    places = [f.position for f in validate(document.resource, lines=document.lines).findings]
+    assert len(places) > 2
+    assert places == sorted(p for p in places if p is not None)
+
+
+def test_what_is_missing_is_placed_where_it_belongs() -> None:
+    (document,) = read_manifest(NVME.replace("  modelName: llama-3-3-70b\n", ""), "x.yaml").documents
+    (finding,) = validate(document.resource, lines=document.lines).errors
+    assert finding.path == "spec.modelName"
+    assert finding.position == Position("x.yaml", 6, 1), "at spec"
+
+
+def test_flags_of_both_roles_are_told_once_where_they_are_shared() -> None:
+    shared = with_fields(S3, {"spec.worker.args": ["--max-model-len", "many"]})
+    assert said(shared).count(("IEC401", "spec.worker.args[0]")) == 1
+
+
+def test_the_resource_alone_can_be_judged_and_checks_added() -> None:
+    def no_tests(subject: Subject) -> Any:
+        if subject.text("metadata.name").startswith("test"):
+            yield Found("IEC233", ("metadata", "name"), "is a test's")
+
+    resource = with_fields(NVME, {"metadata.name": "test-1", "spec.worker.args": ["--port", "x"]})
+    assert judge(resource).ok
+    assert [f.rule for f in judge(resource, checks=[no_tests]).errors] == ["IEC233"]
+
+
+def test_null_counts_as_left_out() -> None:
+    assert not changed(S3, {"spec.replicas": None, "spec.kvCacheSpec.cacheConfigFile": None})
+    assert changed(NVME, {"spec.worker.image": None}) == [("IEC102", "spec.worker.image")]
+    assert changed(NVME, {"spec.worker.args": ["--seed", None]}) == [("IEC103", "spec.worker.args[1]")]
+
+
+def test_a_resource_is_not_changed() -> None:
+    resource = with_fields(S3, {"spec.replicas": None})
+    validate(resource)
+    assert resource == with_fields(S3, {"spec.replicas": None})
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "found"),
+    [
+        # The volume with the weights
+        (NVME, {"spec.worker.modelVolumeMount.name": "w"}, [("IEC221", "spec.worker.modelVolumeMount.name")]),
+        (NVME, {"spec.kubernetes.volumes": []}, [("IEC205", "spec.kubernetes.volumes")]),
+        (
+            S3,
+            {"spec.modelSourceConfig.s3Storage.region": ""},
+            [("IEC230", "spec.modelSourceConfig.s3Storage.region")],
+        ),
+        # A bucket may be an access point
+        (S3, {"spec.modelSourceConfig.s3Storage.bucketName": "arn:aws:s3:us-east-2:1:accesspoint/a"}, []),
+        # Resources
+        (
+            S3,
+            {"spec.metricsSidecarResources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1500m"}}},
+            [("IEC226", "spec.metricsSidecarResources.requests.cpu")],
+        ),
+        (S3, {"spec.metricsSidecarResources": {"requests": {"cpu": 1}, "limits": {"cpu": "1000m"}}}, []),
+        # Triggers: an empty list does not win
+        (COLOCATED, {"spec.autoScalingSpec.cloudWatchTriggerList": []}, []),
+        # Ports
+        (COLOCATED, {"spec.metrics.modelMetrics.port": 8080}, []),
+        # Routing
+        (
+            S3,
+            {
+                "spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"},
+                "spec.invocationEndpoint": "/v1/completions",
+            },
+            [],
+        ),
+        (S3, {"spec.invocationEndpoint": "/v1/completions/"}, []),
+        (S3, {"spec.invocationEndpoint": "/"}, [("IEC712", "spec.invocationEndpoint")]),
+        # No model length, no threshold too high
+        (S3, {"spec.pdSpec.routingThreshold": 2_000_000}, []),
+        # A token that may be missing is still named
+        (
+            HUGGING_FACE,
+            {"spec.modelSourceConfig.huggingFaceModel.tokenSecretRef": {"key": "k", "optional": True}},
+            [("IEC230", "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef.name")],
+        ),
+        # The resource of a role that has none of its own
+        (
+            S3,
+            {"spec.pdSpec.prefillSpec.resources": {"limits": {"cpu": 1}}},
+            [("IEC705", "spec.pdSpec.prefillSpec.resources")],
+        ),
+    ],
+)
+def test_rules_across_fields(text: str, changes: dict[str, Any], found: list[tuple[str, str]]) -> None:
+    assert changed(text, changes) == found
+
+
+LLAMA_70B = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+}
+
+
+@pytest.mark.parametrize(("tokens", "enough"), [("6144", True), ("6145", False)])
+def test_with_the_models_config_the_buffer_is_compared_exactly(tokens: str, enough: bool) -> None:
+    """A prompt of 6,144 tokens of Llama 3.3 70B takes 251,658,240 bytes on each of 8 ranks."""
+    args = ["--tensor-parallel-size", "8", "--max-model-len", tokens]
+    variables = [{"name": "PD_BUFFER_SIZE", "value": "251658240"}]
+    resource = with_fields(
+        S3,
+        {
+            "spec.worker.args": args,
+            "spec.worker.environmentVariables": variables,
+            "spec.pdSpec.routingThreshold": 1,
+        },
+    )
+    found = said(resource, model_config=LLAMA_70B)
+    assert (("IEC707", "spec.worker.environmentVariables[0]") not in found) == enough
+    assert not any(rule == "IEC707" for rule, _ in said(resource))
+
+
+def test_the_decoders_buffer_may_be_an_annotation() -> None:
+    wish = {"tandem.dev/decode-env": '[{name: PD_BUFFER_SIZE, value: "1024"}]'}
+    assert changed(S3, {"metadata.annotations": wish}) == [
+        ("IEC707", "metadata.annotations[tandem.dev/decode-env][0]")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("500m", 0.5), ("16Gi", 16 * 2**30), ("1.5M", 1.5e6), ("2e3", 2000), ("1E", 1e18), (3, 3), ("-1", -1)],
+)
+def test_quantities_are_read_as_kubernetes_does(text: Any, amount: float) -> None:
+    read = quantity(text)
+    assert read is not None
+    assert float(read) == amount
+
+
+@pytest.mark.parametrize("text", ["", "eight", "1.2.3", "10 GB", "1ki", None, True, [1]])
+def test_what_is_no_quantity_has_no_amount(text: Any) -> None:
+    assert quantity(text) is None
+
+
+def test_ids_tell_how_bad_it_is() -> None:
+    for rule in RULES.values():
+        assert (rule.severity == "error") == (rule.id[3] in "01234")
+        assert not (rule.api_server and rule.severity == "warning"), "a warning is never a refusal"

@@ -1,0 +1,119 @@
+"""`tandem render`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.cli import render
+
+from .endpoints import HERE, rendered
+
+Run = Callable[..., tuple[int, str, str]]
+S3 = HERE / "manifests/dpd-s3.yaml"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, stdout, stderr) of the command in this process."""
+
+    def command(*words: object) -> tuple[int, str, str]:
+        parser = argparse.ArgumentParser()
+        render.add_arguments(parser)
+        code = render.run(parser.parse_args([str(w) for w in words]))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return command
+
+
+def test_it_prints_every_object(run: Run) -> None:
+    code, out, err = run("-f", S3)
+    assert (code, err) == (0, "")
+    assert [d["kind"] for d in yaml.safe_load_all(out) if d] == [
+        o["kind"] for o in rendered("dpd-s3").objects
+    ]
+    assert out.startswith("# Endpoint team-a/pd-s3, rendered from dpd-s3.yaml\n# connector: LMCache")
+
+
+def test_sizes_are_explained_in_comments(run: Run) -> None:
+    _, out, _ = run("-f", S3)
+    for said in ("PD_BUFFER_SIZE: 8,589,934,592 bytes", "EFA: 32 interfaces", "shm: 10Gi", "grace: "):
+        assert any(line.startswith("#") and said in line for line in out.splitlines())
+
+
+def test_as_json_it_is_a_list(run: Run) -> None:
+    code, out, err = run("-f", S3, "--json")
+    assert code == 0
+    assert json.loads(out) == {"apiVersion": "v1", "kind": "List", "items": json.loads(out)["items"]}
+    assert "connector: LMCache" in err
+
+
+def test_images_and_namespaces_are_settings(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "endpoint.yaml"
+    file.write_text(S3.read_text("utf-8").replace("  namespace: team-a\n", ""))
+    flags = ("--router-image", "r:1", "--proxy-image", "p:1", "--collector-image", "c:1")
+    _, out, _ = run("-f", file, "-n", "team-z", "--system-namespace", "serving", *flags)
+    objects = [d for d in yaml.safe_load_all(out) if d]
+    assert {o["metadata"].get("namespace") for o in objects} == {"team-z", "serving", None}
+    images = {
+        c["image"]
+        for o in objects
+        if o["kind"] == "Deployment"
+        for c in o["spec"]["template"]["spec"]["containers"]
+    }
+    assert {"r:1", "p:1", "c:1"} < images
+
+
+def test_a_manifests_own_namespace_counts(run: Run) -> None:
+    _, out, _ = run("-f", S3, "-n", "team-z")
+    assert "namespace: team-z" not in out
+
+
+def test_the_models_config_sizes_the_buffer(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"num_hidden_layers": 10, "num_key_value_heads": 8, "head_dim": 128}')
+    _, out, _ = run("-f", S3, "--model-config", config)
+    chunks = (8 << 30) // (2 * 10 * 128 * 2 * 256)
+    assert f"'{chunks}'" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: InferenceEndpointConfig\n", "apiVersion"),
+        ("a: [", "line 1"),
+        (
+            S3.read_text("utf-8").replace("containerPort: 8000", "containerPort: 9113"),
+            "containerPort: 9113 is",
+        ),
+    ],
+)
+def test_a_resource_that_is_wrong_is_told_and_has_its_code(
+    run: Run, text: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "endpoint.yaml"
+    file.write_text(text)
+    code, out, err = run("-f", file)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert str(file) in err
+
+
+def test_a_file_that_is_not_there_has_its_own_code(run: Run, tmp_path: Path) -> None:
+    assert run("-f", tmp_path / "none.yaml")[0] == 3
+    assert run("-f", S3, "--model-config", tmp_path / "none.json")[0] == 3
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_a_config_that_is_none_is_told(run: Run, text: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    code, _, err = run("-f", S3, "--model-config", config)
+    assert code == 2
+    assert str(config) in err

@@ -1,0 +1,232 @@
+"""What model containers are started with, judged by vLLM's own parser."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tandem.api import Role
+from tandem.operator import RenderError
+
+from .endpoints import NAMES, VARIANTS, endpoint, engine, of_kind, pod, rendered, variables
+
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+
+
+def roles(name: str) -> tuple[Role | None, ...]:
+    return tuple(Role) if endpoint(name).spec.pd_spec else (None,)
+
+
+def parsed(parse: Parse, variant: str, role: Role | None) -> argparse.Namespace:
+    return parse(engine(rendered(*VARIANTS[variant]), role)["args"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vllm_takes_every_command_line(vllm_parse: Parse, variant: str) -> None:
+    for role in roles(VARIANTS[variant][0]):
+        found = parsed(vllm_parse, variant, role)
+        assert found.port == 8000
+        assert found.enable_prompt_tokens_details is (variant != "without a router")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_resources_own_flags_come_through(vllm_parse: Parse, name: str) -> None:
+    for role in roles(name):
+        found = parsed(vllm_parse, name, role)
+        assert found.model == "/opt/ml/model"
+        assert found.tensor_parallel_size == (4 if name == "colocated-routing" else 8)
+
+
+def test_a_roles_flags_are_its_own(vllm_parse: Parse) -> None:
+    prefill, decode = (parsed(vllm_parse, "dpd-s3", role) for role in Role)
+    assert (prefill.max_num_seqs, decode.max_num_seqs) == (16, 32)
+    assert (prefill.enforce_eager, decode.enforce_eager) == (True, False)
+
+
+def test_nixl_is_the_connector_where_no_lmcache_is(vllm_parse: Parse) -> None:
+    for role, kv_role in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
+        config = parsed(vllm_parse, "dpd-huggingface", role).kv_transfer_config
+        assert (config.kv_connector, config.kv_role) == ("NixlConnector", kv_role)
+        assert config.kv_connector_extra_config["backends"] == ["LIBFABRIC"]
+
+
+def test_lmcache_is_the_connector_where_the_image_carries_it(vllm_parse: Parse) -> None:
+    for role, kv_role in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
+        config = parsed(vllm_parse, "dpd-s3", role).kv_transfer_config
+        assert (config.kv_connector, config.kv_role) == ("LMCacheConnectorV1", kv_role)
+        assert config.kv_connector_extra_config["discard_partial_chunks"] is False
+
+
+def test_lmcaches_prefillers_take_a_prompt_in_one_step(vllm_parse: Parse) -> None:
+    assert parsed(vllm_parse, "dpd-s3", Role.PREFILL).max_num_batched_tokens == 16_384
+
+
+@pytest.mark.parametrize("own", [[], ["--enable-prefix-caching"]])
+def test_lmcaches_decoders_keep_no_prefixes_of_their_own(vllm_parse: Parse, own: list[str]) -> None:
+    made = rendered("dpd-s3", {"spec.pdSpec.decodingSpec.args": own})
+    assert vllm_parse(engine(made, Role.DECODE)["args"]).enable_prefix_caching is False
+    assert vllm_parse(engine(made, Role.PREFILL)["args"]).enable_prefix_caching is not False
+
+
+def test_kvaware_makes_engines_publish_where_the_router_listens(vllm_parse: Parse) -> None:
+    for role in Role:
+        config = parsed(vllm_parse, "kvaware", role).kv_events_config
+        assert (config.enable_kv_cache_events, config.publisher) == (True, "zmq")
+        assert (config.endpoint, config.replay_endpoint) == ("tcp://*:5557", "tcp://*:6557")
+
+
+def test_a_transfer_configuration_of_its_own_is_replaced_and_told(vllm_parse: Parse) -> None:
+    args = ["--model", "/opt/ml/model", "--kv-transfer-config", '{"kv_connector":"MooncakeConnector"}']
+    made = rendered("dpd-huggingface", {"spec.worker.args": args})
+    config = vllm_parse(engine(made, Role.DECODE)["args"]).kv_transfer_config
+    assert config.kv_connector == "NixlConnector"
+    assert any("--kv-transfer-config of the decode engines: replaced" in note for note in made.notes)
+
+
+def test_references_are_left_for_kubernetes_to_fill_in() -> None:
+    made = rendered(
+        "dpd-s3",
+        {
+            "spec.worker.args": ["--model", "/opt/ml/model", "--max-model-len", "$(LEN)", "--seed", "$$(X)"],
+            "spec.worker.environmentVariables": [{"name": "LEN", "value": "4096"}],
+        },
+    )
+    args = engine(made, Role.PREFILL)["args"]
+    assert args[3] == "$(LEN)"
+    assert args[5] == "$$(X)"
+    assert args[args.index("--max-num-batched-tokens") + 1] == "4096"  # what has to be known is
+
+
+def test_a_command_is_kept() -> None:
+    made = rendered("dpd-nvme", {"spec.worker.command": ["vllm", "serve"]})
+    assert engine(made, Role.DECODE)["command"] == ["vllm", "serve"]
+    assert "command" not in engine(rendered("dpd-nvme"), Role.DECODE)
+
+
+def test_a_shell_as_command_is_told() -> None:
+    made = rendered("dpd-nvme", {"spec.worker.command": ["/bin/bash", "-c", "exec vllm serve"]})
+    assert any(note.startswith("spec.worker.command: is a shell") for note in made.notes)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_variable_is_given_twice_and_references_look_back(variant: str) -> None:
+    """Kubernetes fills in what stands before."""
+    for role in roles(VARIANTS[variant][0]):
+        env = engine(rendered(*VARIANTS[variant]), role)["env"]
+        seen: set[str] = set()
+        for variable in env:
+            assert variable["name"] not in seen
+            assert "$(POD_IP)" not in variable.get("value", "") or "POD_IP" in seen
+            seen.add(variable["name"])
+
+
+def test_the_resources_variables_stay_as_they_are() -> None:
+    found = variables(engine(rendered("dpd-s3"), Role.DECODE))
+    assert found["PD_BUFFER_SIZE"] == "8589934592"
+    assert found["LMCACHE_SAVE_DECODE_CACHE"] == "False"
+
+
+def test_hashes_agree_between_pods_without_anyones_doing() -> None:
+    made = rendered("dpd-s3", {"spec.worker.environmentVariables": []})
+    assert {variables(engine(made, role))["PYTHONHASHSEED"] for role in Role} == {"0"}
+
+
+def test_efa_comes_with_libfabric_and_its_environment() -> None:
+    with_efa = rendered("dpd-huggingface")
+    for role in Role:
+        found = engine(with_efa, role)
+        assert variables(found)["FI_PROVIDER"] == "efa"
+        assert found["resources"]["limits"]["vpc.amazonaws.com/efa"] == "16"
+        assert found["resources"]["requests"]["vpc.amazonaws.com/efa"] == "16"
+        assert (
+            found["resources"]["limits"]["hugepages-2Mi"] == found["resources"]["requests"]["hugepages-2Mi"]
+        )
+
+
+def test_without_efa_it_is_ucx_and_the_notes_say_so(vllm_parse: Parse) -> None:
+    made = rendered(*VARIANTS["without EFA"])
+    for role in Role:
+        found = engine(made, role)
+        assert "FI_PROVIDER" not in variables(found)
+        assert "vpc.amazonaws.com/efa" not in found["resources"]["limits"]
+        config = vllm_parse(found["args"]).kv_transfer_config
+        assert config.kv_connector_extra_config["backends"] == ["UCX"]
+    assert any(note.startswith("EFA: no interfaces") for note in made.notes)
+
+
+@pytest.mark.parametrize(("count", "backend"), [("4", "LIBFABRIC"), ("0", "UCX")])
+def test_what_the_roles_resources_say_of_efa_counts(vllm_parse: Parse, count: str, backend: str) -> None:
+    wanted = {"limits": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": count}}
+    made = rendered(
+        "dpd-huggingface",
+        {"spec.pdSpec.prefillSpec.resources": wanted, "spec.pdSpec.decodingSpec.resources": wanted},
+    )
+    found = engine(made, Role.DECODE)
+    config = vllm_parse(found["args"]).kv_transfer_config
+    assert config.kv_connector_extra_config["backends"] == [backend]
+    assert found["resources"]["limits"]["vpc.amazonaws.com/efa"] == count
+
+
+def test_one_role_without_efa_leaves_both_on_ucx(vllm_parse: Parse) -> None:
+    """Both sides need the same plug-in."""
+    made = rendered(
+        "dpd-huggingface",
+        {
+            "spec.pdSpec.decodingSpec.resources": {
+                "limits": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "0"}
+            }
+        },
+    )
+    for role in Role:
+        config = vllm_parse(engine(made, role)["args"]).kv_transfer_config
+        assert config.kv_connector_extra_config["backends"] == ["UCX"]
+
+
+def test_a_roles_annotations_reach_its_pods_alone() -> None:
+    made = rendered(*VARIANTS["extensions by role"])
+    prefill, decode = (pod(made, role) for role in Role)
+    assert prefill["containers"][0]["image"] == "registry.example/vllm:prefill"
+    assert decode["containers"][0]["image"] != prefill["containers"][0]["image"]
+    assert variables(decode["containers"][0])["A"] == "b"
+    assert "A" not in variables(prefill["containers"][0])
+    assert {"key": "spot", "operator": "Exists"} in decode["tolerations"]
+    assert {"name": "scratch", "emptyDir": {}} in prefill["volumes"]
+    assert {"name": "scratch", "mountPath": "/scratch"} in prefill["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"spec.worker.modelInvocationPort.containerPort": 8081},
+            "containerPort: 8081 is the port of the rev",
+        ),
+        ({"spec.pdSpec.prefillSpec.args": ["-tp", "4"]}, "each rank writes to its own counterpart"),
+        ({"spec.worker.args": ["--max-model-len", "many"]}, "many: is not a number"),
+        ({"spec.worker.args": ["-dp", "2"]}, "one data-parallel rank"),
+        (
+            {"spec.worker.environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "8Gi"}]},
+            r"environmentVariables\[PD_BUFFER_SIZE\]: '8Gi' is not a number",
+        ),
+        (
+            {"spec.worker.environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "1000"}]},
+            "do not hold one chunk",
+        ),
+        ({"metadata.annotations": {"tandem.dev/connector": "mooncake"}}, "tandem.dev/connector"),
+        ({"spec.invocationEndpoint": "v1; return 200"}, "spec.invocationEndpoint: .* not a plain path"),
+        ({"spec.loadBalancer.healthCheckPath": "/a b"}, "spec.loadBalancer.healthCheckPath"),
+    ],
+)
+def test_what_cannot_be_rendered_is_told_with_its_field(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RenderError, match=said):
+        rendered("dpd-s3", changes)
+
+
+def test_the_number_of_pods_is_the_roles() -> None:
+    counts = {
+        d["metadata"]["name"]: d["spec"].get("replicas") for d in of_kind(rendered("dpd-s3"), "Deployment")
+    }
+    assert counts == {"prefill-pd-s3": 2, "decode-pd-s3": 1, "pd-s3-team-a-router": 1}

@@ -1,0 +1,123 @@
+"""LMCache's configuration, loaded by LMCache's own loaders: the pinned version's, and that of 0.4.3, which
+HyperPod's images carry."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.api import Role
+from tandem.operator.lmcache import lmcache_yaml
+
+from .endpoints import VARIANTS, engine, planned, rendered, variables
+
+LOAD = """
+import json, logging, sys
+unknown = []
+logging.Handler.handle = lambda self, record: unknown.append(record.getMessage())
+from lmcache.v1.config import LMCacheEngineConfig, load_engine_config_with_overrides
+config = load_engine_config_with_overrides()
+print(json.dumps({
+    "values": {k: getattr(config, k, None) for k in sys.argv[1].split(",")},
+    "unknown": [m for m in unknown if "nknown" in m or "deprecated" in m],
+}, default=str))
+"""
+KEYS = (
+    "chunk_size,local_cpu,max_local_cpu_size,save_unfull_chunk,enable_pd,transfer_channel,nixl_backends,pd_role,"
+    "pd_buffer_size,pd_buffer_device,pd_proxy_host,pd_proxy_port,pd_peer_host,pd_peer_init_port,"
+    "pd_peer_alloc_port,pd_backend_mode,remote_url,save_decode_cache"
+)
+OF_HYPERPOD = Path(os.environ.get("LMCACHE_0_4_3", Path(sys.prefix) / "lmcache-0.4.3"))
+
+
+@pytest.fixture(params=["pinned", "0.4.3"])
+def library(request: pytest.FixtureRequest) -> str:
+    """A folder to import LMCache from; empty for the installed one."""
+    if request.param == "pinned":
+        pytest.importorskip("lmcache", reason="needs LMCache: run `make setup`")
+        return ""
+    if not (OF_HYPERPOD / "lmcache").is_dir():
+        lack = f"needs LMCache 0.4.3: pip install --no-deps --target {OF_HYPERPOD} lmcache==0.4.3"
+        if os.environ.get("CI") == "true":
+            pytest.fail(lack)
+        pytest.skip(lack)
+    return str(OF_HYPERPOD)
+
+
+def loaded(library: str, folder: Path, text: str, environment: dict[str, str]) -> dict[str, Any]:
+    """What LMCache makes of a file and the variables of a container."""
+    file = folder / "lmcache.yaml"
+    file.write_text(text, "utf-8")
+    own = {k: v.replace("$(POD_IP)", "10.0.0.8") for k, v in environment.items() if k.startswith("LMCACHE_")}
+    env = {**os.environ, **own, "LMCACHE_CONFIG_FILE": str(file)}
+    if library:
+        env["PYTHONPATH"] = library
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, KEYS], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["unknown"] == [], "LMCache knows every key"
+    values: dict[str, Any] = found["values"]
+    return values
+
+
+@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-nvme"])
+def test_both_roles_are_halves_of_one_hand_off(library: str, tmp_path: Path, variant: str) -> None:
+    plan, made = planned(*VARIANTS[variant]), rendered(*VARIANTS[variant])
+    sender, receiver = (
+        loaded(library, tmp_path, lmcache_yaml(plan, pool), variables(engine(made, pool.role)))
+        for pool in plan.pools
+    )
+    for of_role in (sender, receiver):
+        assert (of_role["enable_pd"], of_role["transfer_channel"]) == (True, "nixl")
+        assert of_role["pd_buffer_size"] == {"dpd-s3": 8 << 30, "dpd-nvme": 16 << 30}[variant]
+        assert of_role["nixl_backends"] == ["LIBFABRIC"]
+        assert of_role["save_unfull_chunk"] is True
+        assert of_role["chunk_size"] == 256
+        assert of_role["save_decode_cache"] is False
+        assert of_role["pd_backend_mode"] == ("sync" if not library else None)
+    assert sender["pd_role"] == "sender"
+    name = plan.names.name
+    host = f"{name}-team-a-router-notify.hyperpod-inference-system.svc"
+    assert (sender["pd_proxy_host"], sender["pd_proxy_port"]) == (host, 7500)
+    assert (sender["local_cpu"], receiver["local_cpu"]) == (True, False)
+    assert (receiver["pd_role"], receiver["pd_peer_host"]) == ("receiver", "10.0.0.8")
+    assert receiver["pd_peer_init_port"] == list(range(7300, 7308))
+    assert receiver["pd_peer_alloc_port"] == list(range(7400, 7408))
+
+
+def test_colocated_workers_have_l1_and_the_shared_store(library: str, tmp_path: Path) -> None:
+    plan, made = planned("colocated-routing"), rendered("colocated-routing")
+    found = loaded(library, tmp_path, lmcache_yaml(plan, plan.pools[0]), variables(engine(made, None)))
+    assert (found["enable_pd"], found["local_cpu"]) == (False, True)
+    assert found["remote_url"] == "redis://redis.team-a.svc.cluster.local:6379"
+    assert found["max_local_cpu_size"] == 16
+
+
+def test_with_a_file_of_its_own_the_hand_off_comes_by_variables(library: str, tmp_path: Path) -> None:
+    made = rendered(*VARIANTS["a configuration of LMCache's"])
+    of_container = engine(made, Role.DECODE)
+    assert variables(of_container)["LMCACHE_CONFIG_FILE"] == "/cfg/lmcache.yaml"
+    assert "lmcache-config" not in {m["name"] for m in of_container["volumeMounts"]}
+    found = loaded(library, tmp_path, "chunk_size: 512\nlocal_cpu: false\n", variables(of_container))
+    assert (found["chunk_size"], found["enable_pd"], found["pd_role"]) == (512, True, "receiver")
+    assert found["pd_peer_init_port"] == list(range(7300, 7308))
+    assert found["pd_buffer_size"] == 8 << 30
+
+
+def test_the_first_level_can_be_turned_off() -> None:
+    plan = planned("dpd-s3", {"spec.kvCacheSpec.enableL1Cache": False})
+    assert "local_cpu: false" in lmcache_yaml(plan, plan.pools[0])
+
+
+def test_without_lmcache_there_is_no_file() -> None:
+    made = rendered("dpd-huggingface")
+    assert "LMCACHE_CONFIG_FILE" not in variables(engine(made, Role.PREFILL))
+    assert all("lmcache.yaml" not in o.get("data", {}) for o in made.objects)

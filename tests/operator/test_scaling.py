@@ -1,0 +1,124 @@
+"""ScaledObjects: what KEDA is told, and whose pods are left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.api import Role
+from tandem.operator import RenderError
+
+from .endpoints import SETTINGS, VARIANTS, deployment, named, of_kind, rendered
+
+
+def triggers(of: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = of["spec"]["triggers"]
+    return found
+
+
+def test_a_cloudwatch_trigger_is_kedas() -> None:
+    made = rendered("colocated-routing")
+    scaled = named(made, "ScaledObject", "chat-8b")
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (2, 6)
+    (trigger,) = triggers(scaled)
+    assert (trigger["type"], trigger["metricType"]) == ("aws-cloudwatch", "AverageValue")
+    assert trigger["metadata"] == {
+        "awsRegion": "us-east-2",
+        "identityOwner": "operator",
+        "namespace": "AWS/SageMaker",
+        "metricName": "Invocations",
+        "dimensionName": "EndpointName;VariantName",
+        "dimensionValue": "chat-8b;AllTraffic",
+        "targetMetricValue": "10",
+        "activationTargetMetricValue": "0",
+        "minMetricValue": "0",
+        "metricStat": "Sum",
+        "metricStatPeriod": "300",
+        "metricCollectionTime": "300",
+    }
+
+
+def test_each_role_scales_by_itself() -> None:
+    made = rendered(*VARIANTS["scaled roles"])
+    prefill, decode = (named(made, "ScaledObject", f"{role}-pd-hf") for role in Role)
+    assert prefill["spec"]["scaleTargetRef"]["name"] == "prefill-pd-hf"
+    assert triggers(prefill)[0]["metadata"]["threshold"] == "4"
+    assert [t["metadata"]["metricName"] for t in triggers(decode)] == ["a", "b"]
+    assert [t["metricType"] for t in triggers(decode)] == ["AverageValue", "Value"]
+    assert triggers(decode)[0]["metadata"]["targetMetricValue"] == "1.5"
+
+
+def test_amazons_prometheus_is_asked_with_a_signature() -> None:
+    made = rendered(*VARIANTS["scaled roles"])
+    (trigger,) = triggers(named(made, "ScaledObject", "prefill-pd-hf"))
+    assert trigger["metadata"]["awsRegion"] == "us-east-2"
+    signing = named(made, "TriggerAuthentication", trigger["authenticationRef"]["name"])
+    assert signing["spec"] == {"podIdentity": {"provider": "aws"}}
+    assert signing["metadata"]["namespace"] == "team-a"
+
+
+def test_a_scaled_deployments_number_is_its_autoscalers() -> None:
+    made = rendered(*VARIANTS["scaled roles"])
+    assert all("replicas" not in deployment(made, c)["spec"] for c in (*Role, "router"))
+    assert deployment(rendered("dpd-huggingface"), Role.PREFILL)["spec"]["replicas"] == 1
+
+
+def test_a_router_without_a_trigger_scales_by_its_cpu() -> None:
+    scaled = named(rendered("colocated-routing"), "ScaledObject", "chat-8b-team-a-router")
+    (trigger,) = triggers(scaled)
+    assert trigger["type"] == "cpu"
+    assert trigger["metadata"]["containerName"] == "router-container"
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (1, 3)
+
+
+def test_by_cpu_alone_nothing_is_scaled_to_none() -> None:
+    changes = {"spec.intelligentRoutingSpec.autoScalingSpec": {"minReplicaCount": 0}}
+    made = rendered("colocated-routing", changes)
+    assert named(made, "ScaledObject", "chat-8b-team-a-router")["spec"]["minReplicaCount"] == 1
+
+
+def test_pods_without_a_trigger_stay_as_many_and_it_is_told() -> None:
+    made = rendered("dpd-huggingface", {"spec.pdSpec.autoScalingSpec": {"prefillAutoScaling": {}}})
+    assert not of_kind(made, "ScaledObject")
+    assert deployment(made, Role.PREFILL)["spec"]["replicas"] == 1
+    assert any("prefillAutoScaling: has no trigger" in note for note in made.notes)
+
+
+def test_with_lmcache_the_router_is_not_scaled_and_it_is_told() -> None:
+    made = rendered("dpd-s3", {"spec.intelligentRoutingSpec.autoScalingSpec": {"maxReplicaCount": 3}})
+    assert not of_kind(made, "ScaledObject")
+    assert any("prefillers notify one router" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("trigger", [{"metricName": "a"}, {"targetValue": 1}])
+def test_a_trigger_without_what_it_needs_is_told(trigger: dict[str, Any]) -> None:
+    changes = {"spec.autoScalingSpec": {"cloudWatchTrigger": trigger}}
+    with pytest.raises(RenderError, match=r"spec\.autoScalingSpec\.cloudWatchTrigger"):
+        rendered("colocated-routing", changes)
+
+
+def test_a_region_that_nobody_names_is_told() -> None:
+    changes = {"spec.modelSourceConfig.fsxStorage.dnsName": "fs.example"}
+    with pytest.raises(RenderError, match="--region"):
+        rendered("colocated-routing", changes, replace(SETTINGS, region=None))
+
+
+def test_times_are_the_resources() -> None:
+    changes = {
+        "spec.autoScalingSpec": {
+            "pollingInterval": 5,
+            "cooldownPeriod": 6,
+            "initialCooldownPeriod": 7,
+            "scaleDownStabilizationTime": 8,
+            "scaleUpStabilizationTime": 9,
+            "cloudWatchTrigger": {"metricName": "a", "targetValue": 1, "metricCollectionPeriod": 600},
+        }
+    }
+    spec = named(rendered("colocated-routing", changes), "ScaledObject", "chat-8b")["spec"]
+    assert (spec["pollingInterval"], spec["cooldownPeriod"], spec["initialCooldownPeriod"]) == (5, 6, 7)
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 8
+    assert behavior["scaleUp"]["stabilizationWindowSeconds"] == 9
+    assert spec["triggers"][0]["metadata"]["metricCollectionTime"] == "600", "never less than one period"

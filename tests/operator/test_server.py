@@ -1,0 +1,36 @@
+"""Every object, offered to a real API server (a dry run on its side)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ..api.conftest import ApiServer, _assets
+from .endpoints import ROUTER_NAMESPACE, VARIANTS, rendered
+
+
+@pytest.fixture(scope="session")
+def server(bare_api_server: ApiServer) -> ApiServer:
+    """With KEDA's definitions and the namespaces that endpoints live in."""
+    definitions = Path(_assets()) / "keda-crds.yaml"
+    if not definitions.exists():
+        pytest.skip("needs keda-crds.yaml beside kube-apiserver (KUBEBUILDER_ASSETS)")
+    done = bare_api_server.kubectl("apply", "--server-side", "-f", str(definitions))
+    assert done.returncode == 0, done.stderr
+    wait = ("wait", "--for=condition=Established", "crd/scaledobjects.keda.sh", "--timeout=60s")
+    assert bare_api_server.kubectl(*wait).returncode == 0
+    for namespace in ("team-a", ROUTER_NAMESPACE):
+        assert bare_api_server.kubectl("create", "namespace", namespace).returncode == 0
+    return bare_api_server
+
+
+@pytest.mark.timeout(300)  # the first one waits for the server
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_api_server_takes_every_object(server: ApiServer, variant: str) -> None:
+    made = rendered(*VARIANTS[variant])
+    together = {"apiVersion": "v1", "kind": "List", "items": list(made.objects)}
+    done = server.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=together)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(made.objects)
+    assert "warning" not in done.stderr.lower(), done.stderr
