@@ -151,7 +151,7 @@ def test_the_part_of_its_ramp_up_that_is_over_is_told() -> None:
 
 
 @given(
-    old=st.integers(0, 20),
+    old=st.integers(0, 10),  # of more, lists are a few questions old
     joined=st.lists(st.floats(0, 9), max_size=5),
     loads=st.lists(st.integers(0, 30), min_size=25, max_size=25),
     times=st.lists(st.floats(0, 25), min_size=1, max_size=5),

@@ -123,14 +123,14 @@ class Flow:
         model = body.get("model")
         if not isinstance(model, str | None):
             raise ApiError(400, "The field 'model' must be a string.", param="model")
-        names = self._fleet.names
-        known = self._served or names
+        told = self._fleet.names
+        known = self._served or told
         if model is None and self._fleet.parted:
             names = ", ".join(sorted(known))
             raise ApiError(400, f"The field 'model' is missing; several are served: {names}.", param="model")
         if model is None or not known:
             return model
-        unheard_of = bool(names) and model not in names and not self._fleet.all_told
+        unheard_of = bool(told) and model not in told and not self._fleet.all_told
         if unheard_of and (not self._served or model in self._served):
             raise unavailable(
                 f"The model {model[:100]!r} may be one of an engine that is not up yet. Try again."

@@ -42,6 +42,8 @@ def test_a_cached_prefix_counts_in_full_only_where_it_saves_computing() -> None:
     a, b = engines = fleet(2)
     strategy = DecoderScore(Loads({a: DecoderLoad(tokens=500)}), SentIndex())
     strategy.sent(prompt(range(1000)), a)
+    assert strategy.choose(prompt(range(1000)), engines).engine is b, "a prompt on its way is in no cache"
+    strategy.computed(prompt(range(1000)), a)
     computed = strategy.choose(prompt(range(1000)), engines)
     assert (computed.engine, computed.hit_tokens) == (a, 960)
     assert strategy.choose(prompt(range(1000)), engines, computes=False).engine is b
