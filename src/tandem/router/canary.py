@@ -128,9 +128,10 @@ class Prober:
             if engine.state is State.SUSPECT:
                 await self._sleep(self._hold(engine))
             try:
-                if visits % _MODELS_EVERY == 0 and engine.state is State.READY:
-                    self._fleet.told(engine, await self._ask_models(engine))
                 await self._visit(engine)
+                # After it: while models are asked for, the engine may become suspect, and be held first.
+                if (visits + 1) % _MODELS_EVERY == 0 and engine.state is State.READY:
+                    self._fleet.told(engine, await self._ask_models(engine))
                 pause = self._waiting_interval
                 silences = 0
             except LegFailed as failure:
