@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import time
@@ -21,25 +20,6 @@ from .answers import fresh_prompt, greedy, judge
 from .conftest import Up, start_up, stop_up
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer model with SmolLM2's tokenizer; its weights are made up by `--load-format dummy`."""
-    source, folder = Path(smollm2.plan["model"]), tmp_path_factory.mktemp("tiny")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(source / name, folder)
-    config = json.loads((source / "config.json").read_text())
-    config |= {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
