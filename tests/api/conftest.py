@@ -58,8 +58,17 @@ class ApiServer:
         """Apply a CustomResourceDefinition and wait until it is served."""
         done = self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=definition)
         assert done.returncode == 0, done.stderr
-        done = self.kubectl("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=60s")
-        assert done.returncode == 0, done.stderr
+        self.wait_until_served(NAME)
+
+    def wait_until_served(self, name: str) -> None:
+        """Wait for a definition that was applied. `kubectl wait` fails on one that has no conditions yet."""
+        deadline = time.monotonic() + 60
+        while True:
+            conditions = self.get("get", "crd", name).get("status", {}).get("conditions") or []
+            if {"Established": "True"}.items() <= {c["type"]: c["status"] for c in conditions}.items():
+                return
+            assert time.monotonic() < deadline, f"{name} is not served: {conditions}"
+            time.sleep(0.1)
 
     def refusals(self, resource: dict[str, Any]) -> list[str]:
         """What the API server says against creating an object; nothing when it would take it."""

@@ -18,8 +18,7 @@ def server(bare_api_server: ApiServer) -> ApiServer:
         pytest.skip("needs keda-crds.yaml beside kube-apiserver (KUBEBUILDER_ASSETS)")
     done = bare_api_server.kubectl("apply", "--server-side", "-f", str(definitions))
     assert done.returncode == 0, done.stderr
-    wait = ("wait", "--for=condition=Established", "crd/scaledobjects.keda.sh", "--timeout=60s")
-    assert bare_api_server.kubectl(*wait).returncode == 0
+    bare_api_server.wait_until_served("scaledobjects.keda.sh")
     for namespace in ("team-a", ROUTER_NAMESPACE):
         assert bare_api_server.kubectl("create", "namespace", namespace).returncode == 0
     return bare_api_server
