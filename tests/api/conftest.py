@@ -9,8 +9,8 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class ApiServer:
     kubectl_path: Path
     kubeconfig: Path
+    away: Callable[[], AbstractContextManager[None]]
+    """A block in which the API server does not run; after it another one does, at the same address."""
 
     def kubectl(self, *words: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
         """Run kubectl; `stdin` is text, or an object that is given as JSON."""
@@ -93,8 +95,12 @@ def api_server(bare_api_server: ApiServer) -> ApiServer:
 @pytest.fixture
 def namespace(api_server: ApiServer) -> str:
     """A namespace of the test's own."""
+    return new_namespace(api_server)
+
+
+def new_namespace(server: ApiServer) -> str:
     name = f"test-{uuid.uuid4().hex[:10]}"
-    done = api_server.kubectl("create", "namespace", name)
+    done = server.kubectl("create", "namespace", name)
     assert done.returncode == 0, done.stderr
     return name
 
@@ -126,40 +132,49 @@ def started(assets: Path, folder: Path) -> Iterator[ApiServer]:
     (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n")
     kubeconfig = folder / "kubeconfig"
     kubeconfig.write_text(yaml.safe_dump(_kubeconfig(secure, folder / "certs/apiserver.crt")))
-    with ExitStack() as ended:
-        for argv in (
-            [
-                "etcd",
-                f"--data-dir={folder}/etcd",
-                "--unsafe-no-fsync",
-                "--log-level=error",
-                f"--listen-client-urls=http://127.0.0.1:{etcd}",
-                f"--advertise-client-urls=http://127.0.0.1:{etcd}",
-                f"--listen-peer-urls=http://127.0.0.1:{peers}",
-            ],
-            [
-                "kube-apiserver",
-                f"--etcd-servers=http://127.0.0.1:{etcd}",
-                "--bind-address=127.0.0.1",
-                f"--secure-port={secure}",
-                f"--cert-dir={folder}/certs",
-                f"--token-auth-file={folder}/tokens.csv",
-                "--authorization-mode=RBAC",
-                "--service-cluster-ip-range=10.0.0.0/24",
-                "--service-account-issuer=https://kubernetes.default.svc",
-                f"--service-account-key-file={key}",
-                f"--service-account-signing-key-file={key}",
-                # There are no controllers, so no namespace gets its default service account.
-                "--disable-admission-plugins=ServiceAccount",
-            ],
-        ):
-            ended.enter_context(_process(assets, argv, folder / f"{argv[0]}.log"))
-        server = ApiServer(assets / "kubectl", kubeconfig)
-        end = time.monotonic() + START_SECONDS
-        while server.kubectl("get", "--raw", "/readyz").returncode != 0:
-            log = (folder / "kube-apiserver.log").read_text("utf-8", "replace")[-2000:]
-            assert time.monotonic() < end, f"kube-apiserver did not become ready:\n{log}"
-            time.sleep(0.2)
+    store = [
+        "etcd",
+        f"--data-dir={folder}/etcd",
+        "--unsafe-no-fsync",
+        "--log-level=error",
+        f"--listen-client-urls=http://127.0.0.1:{etcd}",
+        f"--advertise-client-urls=http://127.0.0.1:{etcd}",
+        f"--listen-peer-urls=http://127.0.0.1:{peers}",
+    ]
+    api = [
+        "kube-apiserver",
+        f"--etcd-servers=http://127.0.0.1:{etcd}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={secure}",
+        f"--cert-dir={folder}/certs",
+        f"--token-auth-file={folder}/tokens.csv",
+        "--authorization-mode=RBAC",
+        "--service-cluster-ip-range=10.0.0.0/24",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={key}",
+        f"--service-account-signing-key-file={key}",
+        # There are no controllers, so no namespace gets its default service account.
+        "--disable-admission-plugins=ServiceAccount",
+    ]
+    log = folder / "kube-apiserver.log"
+    with _process(assets, store, folder / "etcd.log"), ExitStack() as ended:
+
+        def start() -> None:
+            ended.enter_context(_process(assets, api, log))
+            end = time.monotonic() + START_SECONDS
+            while server.kubectl("get", "--raw", "/readyz").returncode != 0:
+                said = log.read_text("utf-8", "replace")[-2000:]
+                assert time.monotonic() < end, f"kube-apiserver did not become ready:\n{said}"
+                time.sleep(0.2)
+
+        @contextmanager
+        def away() -> Iterator[None]:
+            ended.close()
+            yield
+            start()
+
+        server = ApiServer(assets / "kubectl", kubeconfig, away)
+        start()
         yield server
 
 
