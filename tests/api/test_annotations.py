@@ -135,11 +135,33 @@ def test_each_role_has_its_own(role: Role) -> None:
             "is not an annotation that Tandem knows; did you mean tandem.dev/prefill-env?",
         ),
         ("zzz", "", "", "is not an annotation that Tandem knows"),
+        ("router-env", "[]", "", "are for prefill and decode; routers have the operator's own settings"),
+        ("worker-image", "a", "", "are for prefill and decode; what is for all engines is below spec.worker"),
+        ("prefill-env", "[{name: A, value: y}]", "[0].value", "must be a string (it is True)"),
+        ("prefill-env", "&a [*a]", "", "is not YAML: an anchor's value contains itself"),
     ],
 )
 def test_a_mistake_is_told_by_annotation_and_path(name: str, value: str, where: str, what: str) -> None:
     ((found, said),) = mistakes(name, value)
     assert (found, what in said) == (where, True), said
+
+
+def test_values_are_read_as_the_api_server_reads_a_manifest() -> None:
+    """Null is left out, a whole number may be written as a fraction, and half a character is none."""
+    value = '[{key: a, value: null, tolerationSeconds: 2.0}, {key: "\\ud800"}]'
+    first, second = asked(decode_tolerations=value).roles[Role.DECODE].tolerations
+    assert first == {"key": "a", "tolerationSeconds": 2}
+    assert type(first["tolerationSeconds"]) is int
+    assert second["key"].encode()
+
+
+def test_an_annotation_cannot_fill_the_memory() -> None:
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    for i in range(1, 9):
+        bomb += f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n"
+    assert mistakes("prefill-env", bomb) == [
+        ("", "is not YAML: aliases make it too large (line 6, column 5 of the value)")
+    ]
 
 
 def test_every_mistake_is_told_at_once_and_the_rest_holds() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tandem.api import Endpoint, InvalidResource, Role, load_endpoint, parse_endpoint
+from tandem.api.conversion import ANNOTATION_V1_FIELDS, convert
 
 from .manifests import COLOCATED, HUGGING_FACE, MANIFESTS, NVME, S3
 
@@ -74,14 +75,14 @@ def test_request_limits_are_read_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("maxConcurrentRequests", 0, "greater than or equal to 1 (it is 0)"),
+        ("maxConcurrentRequests", 0, "must be at least 1 (it is 0)"),
         ("maxConcurrentRequests", "64", "must be a whole number (it is '64')"),
-        ("maxConcurrentRequests", 2**31, "less than 2147483648"),
-        ("maxQueueSize", -1, "greater than or equal to 0 (it is -1)"),
+        ("maxConcurrentRequests", 2**31, "must be at most 2147483647"),
+        ("maxQueueSize", -1, "must be at least 0 (it is -1)"),
         ("maxQueueSize", 1.5, "must be a whole number (it is 1.5)"),
-        ("overflowStatusCode", 399, "greater than or equal to 400 (it is 399)"),
-        ("overflowStatusCode", 600, "less than or equal to 599 (it is 600)"),
-        ("maxConcurrentRequest", 5, "is not a field of the resource; did you mean maxConcurrentRequests?"),
+        ("overflowStatusCode", 399, "must be at least 400 (it is 399)"),
+        ("overflowStatusCode", 600, "must be at most 599 (it is 600)"),
+        ("maxConcurrentRequest", 5, "is not a field; did you mean maxConcurrentRequests?"),
     ],
 )
 def test_a_limit_that_cannot_be_is_told_with_its_path(name: str, value: Any, said: str) -> None:
@@ -91,7 +92,17 @@ def test_a_limit_that_cannot_be_is_told_with_its_path(name: str, value: Any, sai
 
 
 def test_the_older_version_of_the_resource_is_read_too() -> None:
-    assert parse(NVME.replace("com/v1\n", "com/v1alpha1\n")).metadata.name == "pd-nvme"
+    """With what it carries of v1, as after the API server's own conversion."""
+    older = convert(yaml.safe_load(S3), "v1alpha1")
+    assert "pdSpec" not in older["spec"]
+    assert parse(yaml.safe_dump(older)) == parse(S3)
+
+
+def test_what_an_object_in_the_older_version_carries_is_judged_too() -> None:
+    older = convert(yaml.safe_load(S3), "v1alpha1")
+    older["metadata"]["annotations"][ANNOTATION_V1_FIELDS] = '{"fields": {"spec.pdSpec": 1}}'
+    (problem,) = problems(yaml.safe_dump(older))
+    assert problem.startswith(f"metadata.annotations[{ANNOTATION_V1_FIELDS}]: spec.pdSpec: must be an object")
 
 
 def test_an_endpoint_is_found_among_other_objects() -> None:
@@ -135,7 +146,7 @@ spec:
     }
     assert found["apiVersion"] == "is 'apps/v1'; use inference.sagemaker.aws.amazon.com/v1"
     assert found["spec.modelName"] == "is required"
-    assert "'kubernetesVolume'" in found["spec.modelSourceConfig.modelSourceType"]
+    assert "kubernetesVolume" in found["spec.modelSourceConfig.modelSourceType"]
     assert "(it is 'gcs')" in found["spec.modelSourceConfig.modelSourceType"]
     assert found["spec.worker.args"] == "must be a list (it is '--model')"
     assert found["spec.worker.environmentVariables[1].value"] == "must be a string (it is 1)"
@@ -143,8 +154,8 @@ spec:
 
 def test_a_missing_field_is_told_once() -> None:
     assert problems("kind: InferenceEndpointConfig\nmetadata: {name: a}\n") == [
-        "apiVersion: is required",
-        "spec: is required",
+        "apiVersion: is required; use inference.sagemaker.aws.amazon.com/v1",
+        "spec: spec is required",
     ]
 
 
@@ -161,11 +172,11 @@ def test_a_missing_field_is_told_once() -> None:
 )
 def test_a_mistyped_name_is_answered_with_the_nearest_one(path: tuple[str | int, ...], near: str) -> None:
     (problem,) = problems(changed(*path, to="x"))
-    assert problem.endswith(f"{path[-1]}: is not a field of the resource; did you mean {near}?")
+    assert problem.endswith(f"{path[-1]}: is not a field; did you mean {near}?")
 
 
 def test_a_name_near_nothing_gets_no_hint() -> None:
-    assert problems(changed("spec", "zzz", to=1)) == ["spec.zzz: is not a field of the resource"]
+    assert problems(changed("spec", "zzz", to=1)) == ["spec.zzz: is not a field"]
 
 
 @pytest.mark.parametrize("text", ["true", "yes"])
@@ -187,7 +198,7 @@ def test_a_date_is_a_string_as_it_is_for_the_api_server() -> None:
         ("spec:\n\tworker: 1\n", "line 2, column 1", "cannot start any token"),
         ("a: &x 1\nb: *y\n", "line 2, column 4", "undefined alias 'y'"),
         ("spec:\n  ? [a]\n  : 1\n", "line 2, column 5", "a key must be a name"),
-        ("a: \x00", "the file", "not valid YAML"),
+        ("a: \x00", "line 1, column 4", "has the character U+0000"),
     ],
 )
 def test_what_is_no_yaml_is_told_with_its_place(text: str, where: str, what: str) -> None:
@@ -199,7 +210,8 @@ def test_what_is_no_yaml_is_told_with_its_place(text: str, where: str, what: str
 def test_a_key_given_twice_is_refused_and_not_silently_the_last() -> None:
     text = NVME.replace("    routingThreshold: 0\n", "    routingThreshold: 0\n    routingThreshold: 9\n")
     line = text.splitlines().index("    routingThreshold: 9") + 1
-    assert problems(text) == [f"line {line}, column 5: 'routingThreshold' is given twice"]
+    (problem,) = problems(text)
+    assert problem.startswith(f"line {line}, column 5: 'routingThreshold' is given twice")
 
 
 def test_a_merge_key_may_bring_what_is_given_again() -> None:
@@ -223,7 +235,12 @@ def test_yaml_that_is_nested_too_deeply_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "held"),
-    [("", "nothing"), ("kind: Pod\n", "Pod"), ("just text", "no object"), (f"{NVME}---\n{S3}", "2")],
+    [
+        ("", "none"),
+        ("kind: Pod\n", "none; endpoint.yaml:1:1: a Pod is not looked at"),
+        ("just text", "none; endpoint.yaml:1:1: an object without kind is not looked at"),
+        (f"{NVME}---\n{S3}", "2"),
+    ],
 )
 def test_a_file_without_one_endpoint_is_refused(text: str, held: str) -> None:
     (problem,) = problems(text)

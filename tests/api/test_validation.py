@@ -30,7 +30,7 @@ def test_manifests_of_hyperpod_are_accepted(name: str) -> None:
     report = validate(with_fields(MANIFESTS[name], {}))
     assert report.ok
     assert report.errors == ()
-    assert {f.rule for f in report.warnings} <= {"IEC501", "IEC513", "IEC709"}
+    assert {f.rule for f in report.warnings} <= {"IEC501", "IEC513", "IEC709", "IEC724"}
 
 
 def test_every_mistake_is_told_at_once() -> None:
@@ -204,16 +204,25 @@ def test_with_the_models_config_the_buffer_is_compared_exactly(tokens: str, enou
             "spec.pdSpec.routingThreshold": 1,
         },
     )
-    found = said(resource, model_config=LLAMA_70B)
-    assert (("IEC707", "spec.worker.environmentVariables[0]") not in found) == enough
-    assert not any(rule == "IEC707" for rule, _ in said(resource))
+    for options in ({"model_config": LLAMA_70B}, {}):  # its name tells as much
+        found = said(resource, **options)
+        assert (("IEC707", "spec.worker.environmentVariables[0]") not in found) == enough
 
 
 def test_the_decoders_buffer_may_be_an_annotation() -> None:
     wish = {"tandem.dev/decode-env": '[{name: PD_BUFFER_SIZE, value: "1024"}]'}
     assert changed(S3, {"metadata.annotations": wish}) == [
-        ("IEC707", "metadata.annotations[tandem.dev/decode-env][0]")
+        ("IEC233", "metadata.annotations[tandem.dev/decode-env][0]")
     ]
+
+
+def test_the_decoders_own_buffer_is_the_last_word() -> None:
+    """What an annotation replaces may be anything, and prefillers have no buffer."""
+    variables = [{"name": "PD_BUFFER_SIZE", "value": "much"}]
+    good = '[{name: PD_BUFFER_SIZE, value: "8589934592"}]'
+    wish = {"tandem.dev/decode-env": good, "tandem.dev/prefill-env": good}
+    found = changed(S3, {"metadata.annotations": wish, "spec.worker.environmentVariables": variables})
+    assert found == [("IEC518", "metadata.annotations[tandem.dev/prefill-env][0]")]
 
 
 @pytest.mark.parametrize(

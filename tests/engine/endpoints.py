@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,4 +105,4 @@ def endpoint(
         "command": list(command),
         "environmentVariables": list(env),
     }
-    return manifest(yaml.safe_dump(document))
+    return manifest(json.dumps(document))

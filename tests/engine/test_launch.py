@@ -127,7 +127,7 @@ def test_what_tandem_replaces_is_noted_once_with_its_place_and_reason(model: Pat
         decode_args=["--port", "9000"],
         env=[
             {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": "1"},
-            {"name": "TOKEN", "valueFrom": {"secretKeyRef": {}}},
+            {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
         ],
     )
     notes = planned(given, CPU, model).notes

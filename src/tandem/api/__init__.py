@@ -1,6 +1,6 @@
 """The resource `InferenceEndpointConfig`: models of what code reads, defaults, validation by field path."""
 
-from tandem.api.load import InvalidResource, Problem, load_endpoint, parse_endpoint
+from tandem.api.load import load_endpoint, parse_endpoint, read_endpoint
 from tandem.api.models import (
     ANNOTATION_CONNECTOR,
     GROUP,
@@ -16,6 +16,7 @@ from tandem.api.models import (
     Spec,
     Worker,
 )
+from tandem.api.problem import InvalidResource, Problem
 
 __all__ = [
     "ANNOTATION_CONNECTOR",
@@ -35,4 +36,5 @@ __all__ = [
     "Worker",
     "load_endpoint",
     "parse_endpoint",
+    "read_endpoint",
 ]

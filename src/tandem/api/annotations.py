@@ -2,7 +2,9 @@
 
 The resource itself is HyperPod's, field by field; what Tandem adds is said in annotations below
 `tandem.dev/`. Their schemas are data (`crd/schema/annotations.yaml`): some are for the endpoint, the others
-come once for each role, as `tandem.dev/prefill-env` and `tandem.dev/decode-env`.
+come once for each role, as `tandem.dev/prefill-env` and `tandem.dev/decode-env`. There are none for a
+colocated endpoint's workers, which have `spec.worker` and `spec.kubernetes` to themselves, and none for the
+router, whose image and namespace are the operator's settings.
 """
 
 from __future__ import annotations
@@ -15,21 +17,14 @@ from typing import Any
 
 import yaml
 
+from tandem.api.conventions import RESERVED_VOLUMES
 from tandem.api.conversion import ANNOTATION_V1_FIELDS
-from tandem.api.crd import annotation_schemas, schema_problems
-from tandem.api.load import Problem, StrictLoader, field_path
+from tandem.api.crd import annotation_schemas, schema_problems, with_whole_numbers, without_nulls
 from tandem.api.models import Role
+from tandem.api.problem import Problem, field_path
+from tandem.api.strict_yaml import read_value
 
 PREFIX = "tandem.dev/"
-
-RESERVED_VOLUMES = (
-    "shm",
-    "model-weights-copy",
-    "parallel-copy-configmap",
-    "lmcache-config",
-    "gated-model-downloader-configmap",
-)
-"""Names of volumes that Tandem, as HyperPod, adds to model pods itself."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,7 @@ def parse_annotations(annotations: Mapping[str, str]) -> tuple[Extensions, list[
             continue
         name, where = key.removeprefix(PREFIX), f"metadata.annotations[{key}]"
         if name not in known_annotations():
-            near = difflib.get_close_matches(name, known_annotations(), n=1)
-            hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
-            problems.append(Problem(where, f"is not an annotation that Tandem knows{hint}"))
+            problems.append(Problem(where, f"is not an annotation that Tandem knows{_hint(name)}"))
             continue
         value, found = _value(text, known_annotations()[name])
         if name.endswith("-volumes") and not found:
@@ -85,11 +78,32 @@ def parse_annotations(annotations: Mapping[str, str]) -> tuple[Extensions, list[
 
 
 @cache
+def _schemas() -> Mapping[str, dict[str, Any]]:
+    """Copied once: a copy takes longer than reading an endpoint's annotations."""
+    return annotation_schemas()
+
+
+@cache
 def known_annotations() -> Mapping[str, dict[str, Any]]:
     """Every annotation's name below the prefix, and the schema of its value."""
-    schemas = annotation_schemas()
+    schemas = _schemas()
     per_role = {f"{role}-{name}": schema for role in Role for name, schema in schemas["role"].items()}
     return schemas["endpoint"] | per_role
+
+
+_ELSEWHERE = {
+    "router": "those for a role are for prefill and decode; routers have the operator's own settings",
+    "worker": "those for a role are for prefill and decode; what is for all engines is below spec.worker",
+}
+"""What else can be said of annotations for what is no role."""
+
+
+def _hint(name: str) -> str:
+    role = name.partition("-")[0]
+    if role in _ELSEWHERE:
+        return f": {_ELSEWHERE[role]}"
+    near = difflib.get_close_matches(name, known_annotations(), n=1)
+    return f"; did you mean {PREFIX}{near[0]}?" if near else ""
 
 
 def _value(text: str, schema: dict[str, Any]) -> tuple[Any, list[tuple[tuple[str | int, ...], str]]]:
@@ -99,7 +113,7 @@ def _value(text: str, schema: dict[str, Any]) -> tuple[Any, list[tuple[tuple[str
         value = {"true": True, "false": False}.get(text, text)
     elif schema["type"] != "string":
         try:
-            value = yaml.load(text, Loader=StrictLoader)
+            value = read_value(text)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             at = f" (line {mark.line + 1}, column {mark.column + 1} of the value)" if mark else ""
@@ -108,7 +122,8 @@ def _value(text: str, schema: dict[str, Any]) -> tuple[Any, list[tuple[tuple[str
             return None, [((), f"is not YAML: {error}")]
         except RecursionError:
             return None, [((), "is not YAML: it is nested too deeply")]
-    return value, list(schema_problems(value, schema))
+    problems = list(schema_problems(value, schema))
+    return with_whole_numbers(without_nulls(value)), problems
 
 
 def _taken(volume: dict[str, Any]) -> str:
@@ -124,11 +139,11 @@ def _within(where: str, at: tuple[str | int, ...]) -> str:
 
 
 def _extensions(values: Mapping[str, Any]) -> Extensions:
-    of_endpoint = {name: values[name] for name in annotation_schemas()["endpoint"] if name in values}
+    of_endpoint = {name: values[name] for name in _schemas()["endpoint"] if name in values}
     roles = {}
     for role in Role:
         given: dict[str, Any] = {}
-        for name in annotation_schemas()["role"]:
+        for name in _schemas()["role"]:
             value = values.get(f"{role}-{name}")
             if value is not None:
                 given[name.replace("-", "_")] = tuple(value) if isinstance(value, list) else value

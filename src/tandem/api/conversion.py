@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.api.crd import absent_fields, schema_problems, spec_and_status
-from tandem.api.load import field_path
 from tandem.api.models import GROUP, VERSIONS
+from tandem.api.problem import field_path
 
 ANNOTATION_V1_FIELDS = "tandem.dev/v1-fields"
 """On objects in v1alpha1: the fields of v1 that v1alpha1 does not have, as JSON."""

@@ -1,7 +1,7 @@
 """Models of `InferenceEndpointConfig`: the parts that code reads, under the CRD's own names.
 
-Sections that code does not read yet are kept as they came (`Any`), so nothing is lost and every
-path of the manifest can still be listed. Unknown names are errors: kubectl refuses them too.
+`load.read_endpoint` makes them of what the API server takes; what it refuses is told there, in the schema's
+words. Sections that code reads by name only are kept as they came (`Any`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 GROUP = "inference.sagemaker.aws.amazon.com"
@@ -115,7 +115,7 @@ class ModelVolumeMount(Section):
 
 
 class EnvVar(Section):
-    name: Annotated[str, Field(min_length=1)]
+    name: str
     value: str | None = None
     value_from: Any = None
 
@@ -178,15 +178,29 @@ class Spec(Section):
     tags: Any = None
     tls_config: Any = None
 
+    @property
+    def invocation_path(self) -> str:
+        """`invocationEndpoint` with its one leading slash."""
+        return "/" + self.invocation_endpoint.strip("/")
+
 
 class Metadata(BaseModel):
     """The part of ObjectMeta that is read."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+    name: str
+    """Where the API server is to make the name: what it begins with."""
     namespace: str = "default"
     annotations: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What is empty is left out, and a name that is to be made is known by its beginning."""
+        said = {key: value for key, value in given.items() if value != ""}
+        begun = str(said.get("generateName", "")).rstrip("-.")
+        return {"name": begun or "endpoint"} | said
 
 
 class Endpoint(Section):

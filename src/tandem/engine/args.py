@@ -42,12 +42,15 @@ ALIASES = {
 }
 """Every other spelling of a flag that vLLM 0.32 knows, to the flag's own name."""
 
+MOST = 2**31 - 1
+"""Of tokens, ranks or requests: more is nowhere taken."""
+
 POSITIONALS = ""
 """The name under which the tokens before the first flag are kept."""
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 _OPTIMIZATION = re.compile(r"-O=?(?P<level>.*)", re.DOTALL)
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_SHORTHAND = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -144,15 +147,27 @@ def switch(args: Iterable[str], flag: str) -> bool | None:
 def int_value(args: Iterable[str], flag: str) -> int | None:
     """The flag's value as a number; None when it is absent, `auto` or `-1`: the choice is vLLM's.
 
-    `8k` is 8000 and `8K` is 8192, as vLLM reads them. Raises ValueError for anything else.
+    `8k` is 8000 and `8K` is 8192, as vLLM reads them. Raises ValueError for anything else, and for what is no
+    count of anything: below -1, or above 2147483647.
     """
     value = flag_value(args, flag)
-    if value is None or value.lower() == "auto" or value == "-1":
+    if value is None or value.lower() == "auto":
         return None
-    match = _NUMBER.fullmatch(value.strip())
-    if match is None or ("." in match[1] and match[2] not in ("k", "m", "g", "t")):
-        raise ValueError(f"{flag} {value}: is not a number")
-    return int(float(match[1]) * _SUFFIXES[match[2]]) if match[2] else int(match[1])
+    try:
+        number = _number(value.strip())
+    except (ValueError, OverflowError):
+        raise ValueError(f"{flag} {value}: is not a number") from None
+    if not -1 <= number <= MOST:
+        raise ValueError(f"{flag} {value}: is no number between -1 and {MOST}")
+    return None if number == -1 else number
+
+
+def _number(text: str) -> int:
+    match = _SHORTHAND.fullmatch(text)
+    if match is None:
+        return int(text)
+    number, unit = match[1], _SUFFIXES[match[2]]
+    return int(float(number) * unit) if match[2].islower() else int(number) * unit
 
 
 def _tokens(found: Iterable[Setting]) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tandem.api.crd.structural import Location
 from tandem.api.validation import Found
 from tandem.api.validation.subject import location
-from tandem.engine.args import Setting, int_value, settings, switch
+from tandem.engine.args import MOST, Setting, int_value, settings, switch
 from tandem.engine.roles import Source
 
 _WHOLE = {
@@ -26,8 +26,16 @@ _WHOLE = {
 """Flags whose value is a whole number in digits, and the least."""
 _SHORTHAND = ("--max-model-len", "--max-num-batched-tokens")
 """Flags whose value may also be 8k or 8K."""
-_CHOICES = {"--dtype": ("auto", "bfloat16", "float", "float16", "float32", "half")}
-_JSON = ("--kv-events-config", "--kv-transfer-config", "--speculative-config")
+_CHOICES = {
+    "--chat-template-content-format": ("auto", "openai", "string"),
+    "--dtype": ("auto", "bfloat16", "float", "float16", "float32", "half"),
+}
+_JSON = (
+    "--default-chat-template-kwargs",
+    "--kv-events-config",
+    "--kv-transfer-config",
+    "--speculative-config",
+)
 _FRACTION = "--gpu-memory-utilization"
 _TOGETHER = re.compile(r"(--?[A-Za-z][\w.-]*)\s+(\S.*)", re.DOTALL)
 
@@ -66,7 +74,7 @@ class Flags:
         """The flag's value where it is a good one."""
         try:
             return int_value(self.args, flag)
-        except (ValueError, OverflowError):
+        except ValueError:
             return None
 
     def size(self, flag: str) -> int:
@@ -100,12 +108,12 @@ def _value(flag: str, setting: Setting, at: Location) -> Iterator[Found]:
 def _wrong(flag: str, value: str) -> str | None:
     """What a value should be, where it is not that."""
     if flag in _WHOLE:
-        ok = bool(re.fullmatch(r"\+?[0-9]{1,18}", value)) and int(value) >= _WHOLE[flag]
+        ok = bool(re.fullmatch(r"\+?[0-9]{1,18}", value)) and _WHOLE[flag] <= int(value) <= MOST
         return None if ok else f"must be a whole number, at least {_WHOLE[flag]}, in digits"
     if flag in _SHORTHAND:
         try:
             number = int_value([flag, value], flag)
-        except (ValueError, OverflowError):
+        except ValueError:
             return "must be a number of tokens, as 16384 or 16k"
         if number is None:
             return None if flag == "--max-model-len" else "must be a number of tokens, as 16384 or 16k"

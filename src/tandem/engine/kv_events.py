@@ -45,8 +45,8 @@ def pod_kv_events(ranks: int = 1) -> Subscription:
     EngineError where their ports would meet others."""
     if ranks > MOST_RANKS:
         raise EngineError(
-            f"--data-parallel-size {ranks}: with the strategy kvaware a pod has at most {MOST_RANKS} ranks, "
-            "as each publishes its KV events on a port of its own"
+            f"spec.worker.args or spec.pdSpec: --data-parallel-size {ranks}: with the strategy kvaware a pod "
+            f"has at most {MOST_RANKS} ranks, as each publishes its KV events on a port of its own"
         )
     return Subscription(f"tcp://*:{EVENTS_PORT}", f"tcp://*:{REPLAY_PORT}", ranks)
 
@@ -112,7 +112,7 @@ def _object(setting: Setting) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise EngineError(f"{setting}: spec.worker.args or spec.pdSpec: its value is not a JSON object")
+        raise EngineError(f"spec.worker.args or spec.pdSpec: {setting}: its value is not a JSON object")
     return value
 
 

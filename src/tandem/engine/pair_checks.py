@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tandem.api import Endpoint, Role
@@ -16,16 +15,11 @@ from tandem.engine import roles
 from tandem.engine.args import flag_value
 from tandem.engine.errors import EngineError
 from tandem.engine.flag_checks import Flags
-from tandem.engine.kv_size import kv_bytes_per_token
+from tandem.engine.kv_size import model_names, token_size
 from tandem.engine.kv_transfer import choose_connector
+from tandem.engine.pd_buffer import VARIABLE, given_bytes, pd_buffer
+from tandem.engine.pod_ports import MOST_LMCACHE_RANKS
 
-SMALLEST_KV_BYTES = 1024
-"""KV bytes of a token on one rank that every model is above; small ones have some 4 KiB."""
-
-CHUNK_TOKENS = 256
-"""LMCache charges its buffer in whole chunks of so many tokens."""
-
-BUFFER = "PD_BUFFER_SIZE"
 _PD = "spec.pdSpec"
 _VARIABLES = "spec.worker.environmentVariables"
 _SCALING = "spec.intelligentRoutingSpec.autoScalingSpec"
@@ -86,7 +80,7 @@ def _threshold(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
     threshold = 4096 if threshold is None else threshold
     try:
         length = roles.max_model_len(endpoint)
-    except (EngineError, OverflowError):
+    except EngineError:
         return
     if length is not None and threshold >= length:
         said = "routingThreshold is 4096, its default" if at == location(_PD) else f"is {threshold}"
@@ -107,22 +101,13 @@ def _connector(
         connector = choose_connector(endpoint)
     except EngineError:
         return  # the annotation's mistake is told
-    sizes = list(_buffer_sizes(subject))
     if connector.name != "lmcache":
-        for at, _ in sizes:
-            yield Found(
-                "IEC518",
-                at,
-                f"{BUFFER} has no effect, as the connector is {connector.reason}; it is LMCache's",
-            )
+        for at in _mentions(subject, (None, *Role)):
+            yield _no_buffer(at, f"as the connector is {connector.reason}; it is LMCache's")
         return
-    for at, value in sizes:
-        if value is None:
-            yield Found("IEC232", at, f"{BUFFER} must have a value of its own: sizes are computed with it")
-        elif not re.fullmatch(r"[1-9][0-9]{0,17}", value):
-            yield Found("IEC232", at, f"must be a number of bytes in digits, as 8589934592 (it is {value!r})")
-        else:
-            yield from _buffer(at, int(value), of_role[Role.DECODE], model_config)
+    for at in _mentions(subject, (Role.PREFILL,)):
+        yield _no_buffer(at, "as it is decoders that have such a buffer")
+    yield from _buffer(subject, endpoint, of_role, model_config)
     most = bounds(subject.get(_SCALING))[1]
     if most is not None and most > 1:
         yield Found(
@@ -138,6 +123,11 @@ def _connector(
         if last and flags.size("--data-parallel-size") > 1:
             said = f"is {last[0]}, but LMCache hands over between engines of one data-parallel rank"
             yield Found("IEC406", last[1], f"{said}; use the connector nixl, or more replicas")
+    for flags in of_role.values():
+        last = flags.last("--tensor-parallel-size")
+        if last and flags.size("--tensor-parallel-size") > MOST_LMCACHE_RANKS:
+            said = f"is {last[0]}; LMCache hands over between at most {MOST_LMCACHE_RANKS} ranks of an engine"
+            yield Found("IEC406", last[1], said)
     ranks = [of_role[role].size("--tensor-parallel-size") for role in Role]
     if ranks[0] != ranks[1]:
         said = f"--tensor-parallel-size is {ranks[0]} for prefillers and {ranks[1]} for decoders"
@@ -145,34 +135,63 @@ def _connector(
         yield Found("IEC406", at, f"{said}; LMCache hands over from rank to rank, so both must be the same")
 
 
-def _buffer_sizes(subject: Subject) -> Iterator[tuple[Location, str | None]]:
-    """Each size of the decoders' buffer, and where it stands; None where it comes from elsewhere."""
-    key = f"{PREFIX}{Role.DECODE}-env"
-    own = list(parse_annotations(subject.annotations)[0].roles[Role.DECODE].env)
-    for at, variable in (
-        *subject.objects(_VARIABLES),
-        *objects_in(own, ("metadata", "annotations", key)),
-    ):
-        value = variable.get("value")
-        if variable.get("name") == BUFFER and "valueFrom" in variable:
-            yield at, None
-        elif variable.get("name") == BUFFER and isinstance(value, str):
-            yield at, value
+def _no_buffer(at: Location, why: str) -> Found:
+    return Found("IEC518", at, f"{VARIABLE} has no effect, {why}")
 
 
-def _buffer(at: Location, size: int, flags: Flags, model_config: Mapping[str, Any] | None) -> Iterator[Found]:
-    ranks, kind = flags.size("--tensor-parallel-size"), flag_value(flags.args, "--kv-cache-dtype") or ""
-    known = kv_bytes_per_token(model_config or {}, ranks, element_bytes=1 if kind.startswith("fp8") else 2)
-    longest = flags.number("--max-model-len") or CHUNK_TOKENS
-    tokens = -(-longest // CHUNK_TOKENS) * CHUNK_TOKENS
-    needed = tokens * (known or SMALLEST_KV_BYTES)
-    if size < needed:
-        takes = (
-            f"takes {needed} bytes on each rank" if known else f"takes at least {needed} bytes of any model"
-        )
-        yield Found(
-            "IEC707",
-            at,
-            f"{BUFFER} is {size} bytes, but a prompt of {longest} tokens {takes}; decoders compute such "
-            f"prompts alone",
-        )
+def _mentions(subject: Subject, roles: Iterable[Role | None]) -> Iterator[Location]:
+    """Where the variable is given: for the roles named, or (None) for both."""
+    for role in roles:
+        yield from (at for at, variable in _variables(subject, role) if variable.get("name") == VARIABLE)
+
+
+def _variables(subject: Subject, role: Role | None) -> Iterator[tuple[Location, dict[str, Any]]]:
+    if role is None:
+        return subject.objects(_VARIABLES)
+    own = list(parse_annotations(subject.annotations)[0].roles[role].env)
+    return objects_in(own, ("metadata", "annotations", f"{PREFIX}{role}-env"))
+
+
+def _buffer(
+    subject: Subject,
+    endpoint: Endpoint,
+    of_role: Mapping[Role, Flags],
+    model_config: Mapping[str, Any] | None,
+) -> Iterator[Found]:
+    """Whether the decoders' buffer is a size and holds what is sent: the same sum as where it is rendered."""
+    given = None
+    flags = of_role[Role.DECODE]
+    last = flags.last("--max-model-len")
+    at = last[1] if last else location(_PD)
+    # The role's own variable replaces the one of both roles.
+    for where, variable in (*_variables(subject, Role.DECODE), *_variables(subject, None)):
+        if variable.get("name") != VARIABLE:
+            continue
+        if "valueFrom" in variable:
+            yield Found(
+                "IEC232", where, f"{VARIABLE} must have a value of its own: sizes are computed with it"
+            )
+            return
+        if isinstance(variable.get("value"), str):
+            at = where
+            try:
+                given = given_bytes(variable["value"])
+            except ValueError as error:
+                yield Found("IEC232", at, str(error))
+                return
+        break
+    token = token_size(
+        model_config,
+        model_names(endpoint),
+        tp=flags.size("--tensor-parallel-size"),
+        kv_cache_dtype=flag_value(flags.args, "--kv-cache-dtype"),
+    )
+    lengths = [length for role in Role if (length := of_role[role].number("--max-model-len"))]
+    longest = min(lengths, default=None)
+    try:
+        buffer = pd_buffer(token, longest=longest, given=given)
+    except ValueError as error:
+        yield Found("IEC233", at, str(error))
+        return
+    if complaint := buffer.complaint(longest):
+        yield Found("IEC707", at, f"{VARIABLE}: {complaint}. {buffer.reason}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.api import Endpoint, PdSpec, Role
-from tandem.api.models import IntelligentRoutingSpec
+from tandem.api.models import EnvVar, IntelligentRoutingSpec
 from tandem.engine.args import POSITIONALS, flag_value, flag_values, int_value, merge_args, settings
 from tandem.engine.errors import EngineError
 
@@ -53,6 +53,17 @@ def literal_environment(endpoint: Endpoint) -> dict[str, str]:
         if variable.value_from is None:
             values[variable.name] = expand(variable.value or "", values)
     return values
+
+
+def with_variables(endpoint: Endpoint, variables: Iterable[EnvVar]) -> Endpoint:
+    """The endpoint with variables added to `spec.worker.environmentVariables`; of the same name they replace
+    those, as a role's annotation does."""
+    own = tuple(variables)
+    replaced = {variable.name for variable in own}
+    worker = endpoint.spec.worker
+    kept = (v for v in worker.environment_variables if v.name not in replaced)
+    worker = worker.model_copy(update={"environment_variables": (*kept, *own)})
+    return endpoint.model_copy(update={"spec": endpoint.spec.model_copy(update={"worker": worker})})
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from tandem.api import Endpoint, Role
 from tandem.api import validation as of_resource
-from tandem.api.models import GROUP, KIND
+from tandem.api.annotations import parse_annotations
+from tandem.api.models import GROUP, KIND, EnvVar
 from tandem.api.validation import Found, Lines, Report, Subject
 from tandem.api.validation.checks.resources import gpus
 from tandem.api.validation.subject import location
@@ -19,9 +20,10 @@ from tandem.engine import roles
 from tandem.engine.args import flag_value, switch
 from tandem.engine.errors import EngineError
 from tandem.engine.flag_checks import Flags, flag_findings
-from tandem.engine.kv_events import EVENTS_PORT, MOST_RANKS, REPLAY_PORT
+from tandem.engine.kv_events import MOST_RANKS
 from tandem.engine.kv_transfer import choose_connector
 from tandem.engine.pair_checks import pair_checks
+from tandem.engine.pod_ports import taken_ports
 
 _PD = "spec.pdSpec"
 _VARIABLES = "spec.worker.environmentVariables"
@@ -32,7 +34,11 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
 
 def validate(
-    resource: Mapping[str, Any], *, lines: Lines | None = None, model_config: Mapping[str, Any] | None = None
+    resource: Mapping[str, Any],
+    *,
+    lines: Lines | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    stored: bool = False,
 ) -> Report:
     """Judge one resource: as `tandem.api.validation.validate` does, and with its engines in mind.
 
@@ -40,7 +46,10 @@ def validate(
     prompt exactly. A resource of any shape is judged; nothing is raised.
     """
     return of_resource.validate(
-        resource, lines=lines, checks=[lambda subject: engine_checks(subject, model_config)]
+        resource,
+        lines=lines,
+        checks=[lambda subject: engine_checks(subject, model_config)],
+        stored=stored,
     )
 
 
@@ -49,11 +58,12 @@ def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = Non
     yield from _environment(subject)
     if not all(_is_command_line(subject.get(path)) for path in _COMMAND_LINES):
         return  # the schema's matter; what is left of the flags would be misread
-    yield from _references(subject)
+    own = _role_variables(subject)
+    yield from _references(subject, own)
     endpoint = readable(subject)
     if endpoint is None:
         return
-    of_role = {role: _flags(subject, endpoint, role) for role in Role}
+    of_role = {role: _flags(subject, roles.with_variables(endpoint, own[role]), role) for role in Role}
     for role in Role if subject.disaggregated else (Role.DECODE,):
         yield from flag_findings(of_role[role])
         yield from _gpus(subject, of_role[role])
@@ -62,9 +72,15 @@ def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = Non
     if subject.disaggregated:
         yield from pair_checks(subject, endpoint, of_role, model_config)
     yield from _caches(subject, endpoint)
+    yield from _port(subject, endpoint, of_role)
     if subject.routed:
         yield from _caching(subject, of_role)
-        yield from _event_ports(subject)
+
+
+def _role_variables(subject: Subject) -> dict[Role, list[EnvVar]]:
+    """What the annotations add to each role's environment."""
+    extensions, _ = parse_annotations(subject.annotations if subject.disaggregated else {})
+    return {role: [EnvVar.model_validate(v) for v in extensions.roles[role].env] for role in Role}
 
 
 def _is_command_line(value: Any) -> bool:
@@ -74,7 +90,8 @@ def _is_command_line(value: Any) -> bool:
 def readable(subject: Subject) -> Endpoint | None:
     """A valid endpoint with what can be read of a resource's flags and environment, where one is wanted.
 
-    A colocated endpoint gets two roles alike. None where there is text that is not Unicode.
+    A colocated endpoint gets two roles alike, and annotations mean nothing there. None where there is text
+    that is not Unicode.
     """
     variables = [v for _, v in subject.objects(_VARIABLES) if isinstance(v.get("name"), str) and v["name"]]
     worker = {
@@ -94,7 +111,7 @@ def readable(subject: Subject) -> Endpoint | None:
     whole = {
         "apiVersion": f"{GROUP}/v1",
         "kind": KIND,
-        "metadata": {"name": "readable", "annotations": subject.annotations},
+        "metadata": {"name": "readable", "annotations": subject.annotations if subject.disaggregated else {}},
         "spec": {
             "modelName": subject.text("spec.modelName"),
             "modelSourceConfig": {"modelSourceType": "s3"},
@@ -187,16 +204,17 @@ def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:
         yield Found("IEC723", last[1], said)
 
 
-def _references(subject: Subject) -> Iterator[Found]:
+def _references(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[Found]:
     """`$(NAME)` that nothing fills in, and a shell that flags may not get through."""
-    known = {str(v.get("name")) for _, v in subject.objects(_VARIABLES)}
+    shared = {str(v.get("name")) for _, v in subject.objects(_VARIABLES)}
+    of_role = {role: shared | {v.name for v in own[role]} for role in Role}
+    everywhere = of_role[Role.PREFILL] & of_role[Role.DECODE]
     for path in _COMMAND_LINES:
+        known = next((of_role[role] for role in Role if path.startswith(_SPECS[role])), everywhere)
         for i, word in enumerate(subject.texts(path)):
             for name in _REFERENCE.findall(word):
                 if name and name not in known:
-                    said = (
-                        f"$({name}) stays as it is: there is no such variable in worker.environmentVariables"
-                    )
+                    said = f"$({name}) stays as it is: worker.environmentVariables has no such variable"
                     yield Found("IEC720", location(path, i), said)
     command = subject.texts("spec.worker.command")
     if command and command[0].rpartition("/")[2] in ("sh", "bash"):
@@ -239,16 +257,23 @@ def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
         )
 
 
-def _event_ports(subject: Subject) -> Iterator[Found]:
-    """With kvaware engines publish KV events from their pods."""
-    port = subject.number("spec.worker.modelInvocationPort.containerPort")
-    if subject.text(f"{_ROUTING}.routingStrategy") == "kvaware" and port in (EVENTS_PORT, REPLAY_PORT):
-        at = location("spec.worker.modelInvocationPort.containerPort")
-        yield Found(
-            "IEC229",
-            at,
-            f"is {port}, where the engine publishes KV events for the strategy kvaware; use 8000",
-        )
+def _port(subject: Subject, endpoint: Endpoint, of_role: Mapping[Role, Flags]) -> Iterator[Found]:
+    """Whether the engine's port is free in its pod."""
+    path = "spec.worker.modelInvocationPort.containerPort"
+    port = subject.number(path)
+    try:
+        lmcache = subject.disaggregated and choose_connector(endpoint).name == "lmcache"
+    except EngineError:
+        return  # the annotation's mistake is told
+    taken = taken_ports(
+        lmcache=lmcache,
+        kv_events=subject.routed and subject.text(f"{_ROUTING}.routingStrategy") == "kvaware",
+        tp=max(flags.size("--tensor-parallel-size") for flags in of_role.values()),
+        dp=max(flags.size("--data-parallel-size") for flags in of_role.values()),
+    )
+    if port in taken:
+        said = f"is {port}, where the same pod has {taken[port]}; use another, as 8000"
+        yield Found("IEC229", location(path), said)
 
 
 def _caching(subject: Subject, of_role: Mapping[Role, Flags]) -> Iterator[Found]:

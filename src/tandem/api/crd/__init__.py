@@ -2,7 +2,7 @@
 
 from tandem.api.crd.definition import NAME, PLURAL, SHORT_NAME, crd
 from tandem.api.crd.schemas import absent_fields, annotation_schemas, spec_and_status
-from tandem.api.crd.structural import schema_problems
+from tandem.api.crd.structural import schema_problems, with_whole_numbers, without_defaults, without_nulls
 
 __all__ = [
     "NAME",
@@ -13,4 +13,7 @@ __all__ = [
     "crd",
     "schema_problems",
     "spec_and_status",
+    "with_whole_numbers",
+    "without_defaults",
+    "without_nulls",
 ]

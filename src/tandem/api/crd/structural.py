@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,8 @@ def schema_problems(value: Any, schema: dict[str, Any], at: Location = ()) -> It
     """Every mistake in a value: its location, which begins with `at`, and what is wrong.
 
     A field that the schema does not have is a mistake, as it is for kubectl, which asks the API server for
-    that check. Null stands for a field that is left out where the schema has a default.
+    that check. A field that is null, or an entry of a map, counts as left out, as the API server drops it (or
+    puts the default there); an item of a list does not.
     """
     if schema.get("x-kubernetes-int-or-string"):
         if not isinstance(value, str) and not _is("integer", value):
@@ -61,7 +62,9 @@ def _is(kind: str, value: Any) -> bool:
         case "boolean":
             return isinstance(value, bool)
         case "integer":
-            whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            # Beyond these the API server trusts no fraction to be whole.
+            exact = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+            whole = isinstance(value, int) or exact
             return whole and not isinstance(value, bool)
         case "number":
             return isinstance(value, int | float) and not isinstance(value, bool)
@@ -74,14 +77,13 @@ def _is(kind: str, value: Any) -> bool:
 def _object(value: dict[Any, Any], schema: dict[str, Any], at: Location) -> Iterator[tuple[Location, str]]:
     known: dict[str, Any] = schema.get("properties", {})
     for name in schema.get("required", ()):
-        if name not in value:
+        if value.get(name) is None and "default" not in known[name]:
             yield (*at, name), "is required"
     for name, item in value.items():
-        if name in known:
-            if item is not None or "default" not in known[name]:
-                yield from schema_problems(item, known[name], (*at, name))
-        elif "additionalProperties" in schema:
-            yield from schema_problems(item, schema["additionalProperties"], (*at, str(name)))
+        inner = known.get(name) or schema.get("additionalProperties")
+        if inner is not None:
+            if item is not None:
+                yield from schema_problems(item, inner, (*at, str(name)))
         elif known:  # an object without properties is one that is not described here: metadata
             near = difflib.get_close_matches(str(name), known, n=1)
             yield (*at, str(name)), "is not a field" + (f"; did you mean {near[0]}?" if near else "")
@@ -111,8 +113,47 @@ def _key(item: Any, schema: dict[str, Any]) -> tuple[Any, ...] | None:
         case "map" if isinstance(item, dict):
             properties = schema["items"]["properties"]
             names = schema["x-kubernetes-list-map-keys"]
-            return tuple(item.get(name, properties[name].get("default")) for name in names)
+            given = {name: value for name, value in item.items() if value is not None}
+            return tuple(given.get(name, properties[name].get("default")) for name in names)
     return None
+
+
+def without_nulls(value: Any) -> Any:
+    """A copy less every field that is null: for the API server those are left out."""
+    match value:
+        case Mapping():
+            return {k: without_nulls(v) for k, v in value.items() if v is not None}
+        case list() | tuple():
+            return [without_nulls(v) for v in value]
+    return value
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """A copy in which whole numbers are written as such: where 2.0 is sent, the API server stores 2."""
+    match value:
+        case float() if value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        case dict():
+            return {k: with_whole_numbers(v) for k, v in value.items()}
+        case list():
+            return [with_whole_numbers(item) for item in value]
+    return value
+
+
+def without_defaults(value: Any, schema: dict[str, Any]) -> Any:
+    """A copy of a value less what is there by default: of an object that the API server has stored, nobody
+    can tell who wrote it."""
+    match value:
+        case dict():
+            properties, other = schema.get("properties", {}), schema.get("additionalProperties", {})
+            return {
+                k: without_defaults(v, properties.get(k, other))
+                for k, v in value.items()
+                if not ("default" in properties.get(k, {}) and v == properties[k]["default"])
+            }
+        case list():
+            return [without_defaults(item, schema.get("items", {})) for item in value]
+    return value
 
 
 def _text(value: str, schema: dict[str, Any], at: Location) -> Iterator[tuple[Location, str]]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from tandem.api.crd import without_defaults
 from tandem.api.validation.checks import CHECKS
 from tandem.api.validation.manifest import Document, Manifest, read_manifest
-from tandem.api.validation.metadata import metadata_errors
 from tandem.api.validation.report import Finding, Found, Lines, Position, Report, Severity, report
 from tandem.api.validation.rules import RULES, Rule
-from tandem.api.validation.schema import rule_errors, schema_errors
+from tandem.api.validation.schema import schema_of
+from tandem.api.validation.server import server_errors
 from tandem.api.validation.subject import Subject
 
 __all__ = [
@@ -39,19 +40,24 @@ Check = Callable[[Subject], Iterator[Found]]
 
 
 def validate(
-    resource: Mapping[str, Any], *, lines: Lines | None = None, checks: Iterable[Check] = ()
+    resource: Mapping[str, Any],
+    *,
+    lines: Lines | None = None,
+    checks: Iterable[Check] = (),
+    stored: bool = False,
 ) -> Report:
     """Judge one resource, as it is written: schema, rules in CEL, rules across fields, annotations.
 
-    `lines` (of `read_manifest`) says where each part stands in a file. `checks` are judged besides. A
+    `lines` (of `read_manifest`) says where each part stands in a file. `checks` are judged besides. `stored`:
+    the resource comes from the API server, which has filled defaults in; nothing is said of those. A
     resource of any shape is judged; nothing is raised, and nothing but what it says is looked at.
     """
+    if stored:
+        resource = without_defaults(dict(resource), schema_of(Subject(resource).version))
     subject = Subject(resource)
 
     def found() -> Iterator[Found]:
-        yield from schema_errors(subject, resource)
-        yield from metadata_errors(subject)
-        yield from rule_errors(subject)
+        yield from server_errors(subject, resource)
         for check in (*CHECKS, *checks):
             yield from check(subject)
 

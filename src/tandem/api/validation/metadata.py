@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandem.api.crd import schema_problems
@@ -22,19 +22,29 @@ MOST_BYTES = 256 << 10
 """What the annotations of one object may take, names and values together."""
 
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_WORD_OF_OWNER: Schema = {"type": "string", "minLength": 1}
+_OWNER: Schema = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "name", "uid"],
+    "properties": {
+        **dict.fromkeys(("apiVersion", "kind", "name", "uid"), _WORD_OF_OWNER),
+        "blockOwnerDeletion": {"type": "boolean"},
+        "controller": {"type": "boolean"},
+    },
+}
 _TYPES: dict[str, Schema] = {
     "annotations": _TEXTS,
     "creationTimestamp": {"type": "string"},
     "deletionGracePeriodSeconds": {"type": "integer"},
     "deletionTimestamp": {"type": "string"},
-    "finalizers": {"type": "array", "items": {"type": "string"}},
+    "finalizers": {"type": "array", "items": {"type": "string", "minLength": 1}},
     "generateName": {"type": "string"},
     "generation": {"type": "integer"},
     "labels": _TEXTS,
     "managedFields": {"type": "array", "items": {"type": "object"}},
     "name": {"type": "string"},
     "namespace": {"type": "string"},
-    "ownerReferences": {"type": "array", "items": {"type": "object"}},
+    "ownerReferences": {"type": "array", "items": _OWNER},
     "resourceVersion": {"type": "string"},
     "selfLink": {"type": "string"},
     "uid": {"type": "string"},
@@ -42,11 +52,12 @@ _TYPES: dict[str, Schema] = {
 _SCHEMA: Schema = {"type": "object", "properties": _TYPES}
 
 
-def metadata_errors(subject: Subject) -> Iterator[Found]:
-    metadata = subject.object("metadata")
-    if not isinstance(subject.get("metadata"), dict | None):
+def metadata_errors(subject: Subject, original: Mapping[str, Any]) -> Iterator[Found]:
+    """`original` still has its nulls."""
+    metadata, given = subject.object("metadata"), original.get("metadata")
+    if not isinstance(given, dict | None):
         return  # the schema's matter
-    for at, message in schema_problems(metadata, _SCHEMA, ("metadata",)):
+    for at, message in schema_problems(given or {}, _SCHEMA, ("metadata",)):
         yield Found(rule_of(message), at, message)
     name, namespace = metadata.get("name"), metadata.get("namespace")
     if not name and not metadata.get("generateName"):
@@ -55,6 +66,13 @@ def metadata_errors(subject: Subject) -> Iterator[Found]:
         yield Found(
             "IEC107", ("metadata", "name"), f"must be {_A_LABEL}; '.' is allowed too (it is {name!r})"
         )
+    begun = metadata.get("generateName")
+    if isinstance(begun, str) and begun and not _begins(begun, alone=not name):
+        yield Found(
+            "IEC107",
+            ("metadata", "generateName"),
+            f"must be {_A_LABEL}; '.' is allowed too (it is {begun!r})",
+        )
     if isinstance(namespace, str) and namespace and not _fits(_NAMESPACE, namespace, 63):
         yield Found("IEC107", ("metadata", "namespace"), f"must be {_A_LABEL} (it is {namespace!r})")
     yield from _keys(metadata, "annotations")
@@ -62,6 +80,14 @@ def metadata_errors(subject: Subject) -> Iterator[Found]:
     size = sum(len(f"{k}{v}".encode(errors="replace")) for k, v in _pairs(metadata, "annotations"))
     if size > MOST_BYTES:
         yield Found("IEC107", ("metadata", "annotations"), f"are {size} bytes; the limit is {MOST_BYTES}")
+
+
+def _begins(begun: str, *, alone: bool) -> bool:
+    """Whether a name can begin so: a dash at the end is not the end of the name. `alone`: a name is made of
+    it, by five letters or digits."""
+    masked = f"{begun[:-2]}a" if len(begun) > 1 and begun.endswith("-") else begun
+    made = f"{begun[:58]}abcde" if alone else "a"
+    return _fits(_SUBDOMAIN, masked, 253) and _fits(_SUBDOMAIN, made, 63)
 
 
 def _fits(pattern: re.Pattern[str], text: str, most: int) -> bool:

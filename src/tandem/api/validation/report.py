@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from tandem.api.crd.structural import Location
-from tandem.api.load import field_path
+from tandem.api.problem import field_path
 from tandem.api.validation.rules import RULES
 
 

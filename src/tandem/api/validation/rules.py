@@ -129,6 +129,7 @@ _WARNINGS = {
     "IEC721": "Prefillers and decoders differ in what slows or limits the hand-off",
     "IEC722": "A shell as the command",
     "IEC723": "The engine listens on its own pod's loopback address",
+    "IEC724": "The AWS region is needed, which the resource does not name",
 }
 
 _BY_API_SERVER = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from tandem.api.annotations import RESERVED_VOLUMES
+from tandem.api.conventions import RESERVED_VOLUMES
 from tandem.api.crd import schema_problems, spec_and_status
 from tandem.api.crd.structural import Location
 from tandem.api.models import GROUP, VERSIONS
@@ -16,22 +16,17 @@ from tandem.api.validation.subject import Subject, whole
 Schema = dict[str, Any]
 
 
-def schema_errors(subject: Subject, original: Any) -> Iterator[Found]:
+def schema_errors(subject: Subject, original: Mapping[str, Any]) -> Iterator[Found]:
     """Every mistake in a resource against the schema of its version; `original` still has its nulls.
 
-    A version that is not served is judged as v1, so that the rest is told as well.
+    A version that is not served is judged as v1, so that the rest is told as well. Below status only names
+    are judged: the API server drops what a client writes there.
     """
     yield from _api_version(subject)
-    schema = schema_of(subject.version)
-    resource = {k: v for k, v in subject.resource.items() if k != "status"}
-    for at, message in schema_problems(resource, schema):
+    for at, message in schema_problems(dict(original), schema_of(subject.version)):
         rule = rule_of(message)
-        yield Found(rule, at, _with_advice(at, rule, message))
-    # Below status only names are judged: the API server drops what a client writes there. And an unknown
-    # name is a mistake even where it is null.
-    for at, message in schema_problems(original, schema):
-        if rule_of(message) == "IEC101" and (at[0] == "status" or _is_null(original, at)):
-            yield Found("IEC101", at, message)
+        if at[:1] != ("status",) or rule == "IEC101":
+            yield Found(rule, at, _with_advice(at, rule, message))
 
 
 @cache
@@ -47,15 +42,6 @@ def _api_version(subject: Subject) -> Iterator[Found]:
         yield Found("IEC102", ("apiVersion",), f"is required; use {served[0]}")
     elif isinstance(given, str) and given not in served:
         yield Found("IEC106", ("apiVersion",), f"is {given!r}; use {served[0]}")
-
-
-def _is_null(value: Any, at: Location) -> bool:
-    for part in at:
-        if isinstance(value, dict):
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int):
-            value = value[part]
-    return value is None
 
 
 _TYPES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tandem.api.crd.structural import Location
+from tandem.api.crd.structural import Location, without_nulls
 from tandem.api.models import GROUP, VERSIONS
 
 
@@ -18,7 +18,7 @@ class Subject:
     """A resource for checks to read. `path` is dotted, as `spec.worker.args`; null counts as left out."""
 
     def __init__(self, resource: Mapping[str, Any]) -> None:
-        self.resource = without_nulls(dict(resource))
+        self.resource = without_nulls(_with_texts(resource))
 
     @property
     def version(self) -> str:
@@ -69,8 +69,24 @@ class Subject:
 
     @property
     def annotations(self) -> dict[str, str]:
+        """Those that are text."""
         given = self.object("metadata.annotations")
         return {k: v for k, v in given.items() if isinstance(k, str) and isinstance(v, str)}
+
+
+def _with_texts(resource: Mapping[str, Any]) -> dict[str, Any]:
+    """Annotations and labels without a value have an empty one: there alone null is no field left out."""
+    metadata = resource.get("metadata")
+    if not isinstance(metadata, dict):
+        return dict(resource)
+    maps = {
+        name: metadata[name] for name in ("annotations", "labels") if isinstance(metadata.get(name), dict)
+    }
+    texts = {
+        name: {key: "" if text is None else text for key, text in given.items()}
+        for name, given in maps.items()
+    }
+    return {**resource, "metadata": {**metadata, **texts}}
 
 
 def objects_in(value: Any, at: Location) -> Iterator[tuple[Location, dict[str, Any]]]:
@@ -85,13 +101,3 @@ def whole(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         return None
     return int(value)
-
-
-def without_nulls(value: Any) -> Any:
-    """A copy less every field that is null: for the API server those are left out."""
-    match value:
-        case Mapping():
-            return {k: without_nulls(v) for k, v in value.items() if v is not None}
-        case list() | tuple():
-            return [without_nulls(v) for v in value]
-    return value

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tandem.api.annotations import RESERVED_VOLUMES
+from tandem.api.conventions import RESERVED_VOLUMES
 from tandem.api.crd.structural import Location
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location, objects_in, whole
@@ -35,10 +35,7 @@ def pod_checks(subject: Subject) -> Iterator[Found]:
 
 def _counts(subject: Subject) -> Iterator[Found]:
     """Numbers that the schema does not bound."""
-    replicas, seconds = subject.number("spec.replicas"), subject.number("spec.maxDeployTimeInSeconds")
-    if replicas is not None and replicas < 0:
-        # Not in the schema: the API server sees it by the scale subresource.
-        yield Found("IEC104", location("spec.replicas"), f"must be at least 0 (it is {replicas})")
+    seconds = subject.number("spec.maxDeployTimeInSeconds")
     if seconds is not None and seconds <= 0:
         at = location("spec.maxDeployTimeInSeconds")
         yield Found("IEC710", at, f"is {seconds}: every deployment would count as failed at once")
@@ -146,25 +143,9 @@ def _probes(subject: Subject) -> Iterator[Found]:
                 yield Found("IEC227", location(path, field), f"must not be negative (it is {value})")
 
 
-_TAKEN_PORTS = {
-    5600: "NIXL",
-    8081: "the reverse proxy",
-    8889: "the metrics collector",
-    9113: "the reverse proxy's metrics",
-    13133: "the metrics collector",
-}
-"""Ports of a model pod that its engine cannot serve on."""
-
-
 def _ports(subject: Subject) -> Iterator[Found]:
     path = "spec.worker.modelInvocationPort"
     port = subject.number(f"{path}.containerPort")
-    if port in _TAKEN_PORTS:
-        yield Found(
-            "IEC229",
-            location(f"{path}.containerPort"),
-            f"is {port}, the port of {_TAKEN_PORTS[port]} in the same pod; use 8000",
-        )
     if subject.text(f"{path}.name") == "grpc":
         yield Found(
             "IEC718",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from tandem.api.crd import schema_problems
+from tandem.api.quantities import EFA, GPU, MOST_DEVICES, devices, quantity
 from tandem.api.validation.report import Found
+from tandem.api.validation.schema import schema_of
 from tandem.api.validation.subject import Subject, location
 
-GPU = "nvidia.com/gpu"
 ROLES = ("prefillSpec", "decodingSpec")
 _PATHS = (
     "spec.worker.resources",
@@ -19,27 +19,6 @@ _PATHS = (
     "spec.metricsSidecarResources",
     "spec.s3UploaderResources",
 )
-_AMOUNT = re.compile(r"([+-]?[0-9.]+)(?:([eE][+-]?[0-9]+)|([KMGTPE]i|[numkMGTPE]))?")
-_UNITS = {
-    **{suffix: Decimal(1024) ** (i + 1) for i, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
-    **{
-        suffix: Decimal(1000) ** (i - 3)
-        for i, suffix in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"))
-    },
-}
-
-
-def quantity(value: Any) -> Decimal | None:
-    """A Kubernetes quantity (`500m`, `16Gi`, 8) as a number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    match = _AMOUNT.fullmatch(str(value))
-    if match is None or len(match[2] or "") > 4:  # e+99: beyond it nothing is meant
-        return None
-    try:
-        return Decimal(match[1] + (match[2] or "")) * _UNITS[match[3] or ""]
-    except InvalidOperation:
-        return None
 
 
 def resource_checks(subject: Subject) -> Iterator[Found]:
@@ -52,15 +31,8 @@ def _amounts(subject: Subject, path: str) -> Iterator[Found]:
     limits, requests = subject.object(f"{path}.limits"), subject.object(f"{path}.requests")
     for section, amounts in (("limits", limits), ("requests", requests)):
         for name, given in amounts.items():
-            amount = quantity(given)
-            if amount is None:
-                continue
-            if amount < 0:
-                yield Found("IEC226", location(path, section, name), f"must not be negative (it is {given})")
-            if _extended(name) and amount != amount.to_integral_value():
-                yield Found(
-                    "IEC226", location(path, section, name), f"must be a whole number (it is {given})"
-                )
+            if what := _no_amount(name, given):
+                yield Found("IEC226", location(path, section, name), f"{what} (it is {given})")
     for name, given in requests.items():
         asked, most = quantity(given), quantity(limits.get(name))
         at = location(path, "requests", name)
@@ -76,19 +48,35 @@ def _amounts(subject: Subject, path: str) -> Iterator[Found]:
             yield Found("IEC226", at, f"is {given}, more than the limit, {limits[name]}")
 
 
+def _no_amount(name: str, given: Any) -> str | None:
+    """What an amount should be, where the schema takes it and Kubernetes does not."""
+    amount = quantity(given)
+    if amount is None:
+        schema = schema_of("v1")
+        for field in ("spec", "worker", "resources", "limits"):
+            schema = schema["properties"][field]
+        taken = not any(schema_problems(given, schema["additionalProperties"]))
+        return "must be an amount, as 8 or 16Gi" if taken else None
+    if amount < 0:
+        return "must not be negative"
+    if _extended(name) and amount != amount.to_integral_value():
+        return "must be a whole number"
+    if name in (GPU, EFA) and amount > MOST_DEVICES:
+        return f"must be at most {MOST_DEVICES}"
+    return None
+
+
 def _extended(name: str) -> bool:
     """Whether a resource is a device's, or huge pages: there requests and limits must agree."""
     return ("/" in name and "kubernetes.io/" not in name) or name.startswith("hugepages-")
 
 
 def gpus(resources: dict[str, Any]) -> int | None:
-    """How many GPUs a container asks for; None when it names none."""
-    for section in ("limits", "requests"):
-        amounts = resources.get(section)
-        amount = quantity(amounts.get(GPU)) if isinstance(amounts, dict) else None
-        if amount is not None:
-            return int(amount)
-    return None
+    """How many GPUs a container asks for; None when it names none, or no number of them."""
+    try:
+        return devices(resources, GPU)
+    except ValueError:
+        return None  # told of the amount
 
 
 def _gpus(subject: Subject) -> Iterator[Found]:

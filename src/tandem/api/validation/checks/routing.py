@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from tandem.api.conventions import PLAIN_PATH, is_plain_path
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location
 
@@ -50,10 +50,9 @@ def _paths(subject: Subject) -> Iterator[Found]:
     path = subject.text("spec.invocationEndpoint", "invocations")
     health = subject.text("spec.loadBalancer.healthCheckPath")
     at = location("spec.invocationEndpoint")
-    for name, given in (("invocationEndpoint", path), ("loadBalancer.healthCheckPath", health)):
-        if not re.fullmatch(r"[A-Za-z0-9._~/-]*", given):
-            said = "must be a plain path, of letters, digits and . _ ~ - /"
-            yield Found("IEC235", location(f"spec.{name}"), f"{said} (it is {given!r})")
+    for name, given in (("invocationEndpoint", f"/{path}"), ("loadBalancer.healthCheckPath", f"/{health}")):
+        if not is_plain_path(given):
+            yield Found("IEC235", location(f"spec.{name}"), f"must be {PLAIN_PATH} (it is {given[1:]!r})")
     if not path.strip("/"):
         yield Found(
             "IEC712", at, "is the root, below which everything lies; name a path, as v1/chat/completions"
@@ -110,6 +109,13 @@ def _caches(subject: Subject) -> Iterator[Found]:
             location(f"{_CACHE}.l2CacheSpec.l2CacheBackend"),
             f"has no effect: {backend} is HyperPod's own store, which Tandem does not have; use redis",
         )
+    elif subject.disaggregated and not subject.flag(f"{_CACHE}.enableL1Cache", default=True):
+        yield Found(
+            "IEC508",
+            location(f"{_CACHE}.enableL2Cache"),
+            "has no effect with pdSpec and without L1: LMCache's prefillers have L2 beside L1 alone. Set "
+            "enableL1Cache: true",
+        )
     known = ("redis", "tieredstorage")
     if backend.lower() not in known and any(name in backend.lower() for name in known):
         yield Found(
@@ -140,11 +146,7 @@ def _limits(subject: Subject) -> Iterator[Found]:
 def _metrics(subject: Subject) -> Iterator[Found]:
     if subject.flag("spec.metrics.enabled", default=True):
         return
-    for path in (
-        "spec.metrics.metricsScrapeIntervalSeconds",
-        "spec.metrics.modelMetrics",
-        "spec.metricsCollectorResources",
-        "spec.metricsSidecarResources",
-    ):
+    # The reverse proxy is there all the same, and hands the engine's metrics on.
+    for path in ("spec.metrics.metricsScrapeIntervalSeconds", "spec.metricsCollectorResources"):
         if subject.has(path):
             yield Found("IEC514", location(path), "has no effect with metrics.enabled: false")

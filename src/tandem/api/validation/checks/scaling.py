@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.api.crd.structural import Location
+from tandem.api.validation.checks.source import REGION
 from tandem.api.validation.report import Found
 from tandem.api.validation.schema import bounds
 from tandem.api.validation.subject import Subject, location, objects_in, whole
@@ -39,9 +40,15 @@ def scaling_checks(subject: Subject) -> Iterator[Found]:
         scaling = subject.object(path)
         yield from _bounds(subject, path, replicas)
         yield from _triggers(scaling, location(path))
+        if _has_cloudwatch(scaling) and not subject.text("spec.modelSourceConfig.s3Storage.region"):
+            yield Found("IEC724", location(path), f"asks CloudWatch, in an AWS region; {REGION}")
         if replicas and not any(scaling.get(f"{kind}{end}") for kind in _NEEDED for end in ("", "List")):
             said = "has no trigger, so the number of pods stays as it is set; add one"
             yield Found("IEC715", location(path), said)
+
+
+def _has_cloudwatch(scaling: dict[str, Any]) -> bool:
+    return bool(scaling.get("cloudWatchTriggerList") or scaling.get("cloudWatchTrigger"))
 
 
 def _bounds(subject: Subject, path: str, replicas: str | None) -> Iterator[Found]:

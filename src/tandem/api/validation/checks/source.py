@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tandem.api.annotations import RESERVED_VOLUMES
+from tandem.api.conventions import RESERVED_VOLUMES
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location
 
 _SOURCE = "spec.modelSourceConfig"
 _SECTIONS = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
 _MOUNT = "spec.worker.modelVolumeMount"
+
+REGION = "the resource names none, so nothing can be made of it without the operator's own (render --region)"
+"""Said of the AWS region where it is needed."""
 
 
 def source_checks(subject: Subject) -> Iterator[Found]:
@@ -46,6 +49,9 @@ def _sections(subject: Subject) -> Iterator[Found]:
         section = f"{_SOURCE}.{path}"
         if path.startswith(_SECTIONS.get(kind, "-")) and subject.get(section) == "":
             yield Found("IEC230", location(section), "must not be empty")
+    system = f"{_SOURCE}.fsxStorage"
+    if kind == "fsx" and subject.object(system) and not subject.text(f"{system}.dnsName"):
+        yield Found("IEC724", location(system), f"has no dnsName, which is made of the AWS region; {REGION}")
     bucket = subject.text(f"{_SOURCE}.s3Storage.bucketName")
     if kind == "s3" and (bucket.startswith("s3://") or ("/" in bucket and not bucket.startswith("arn:"))):
         yield Found(

@@ -46,6 +46,10 @@ def unused_checks(subject: Subject) -> Iterator[Found]:
             location("spec.dnsConfig"),
             "needs tlsConfig.customCertificateConfig on HyperPod, whose domainName the record is for",
         )
+    yield from _node_caches(subject)
+
+
+def _node_caches(subject: Subject) -> Iterator[Found]:
     cache, kind = "spec.modelCacheConfig.weightsCache", subject.text("spec.modelSourceConfig.modelSourceType")
     enabled = subject.flag(f"{cache}.enabled", default=False)
     if subject.has(f"{cache}.hostPath") and not enabled:
@@ -56,3 +60,8 @@ def unused_checks(subject: Subject) -> Iterator[Found]:
             location(f"{cache}.enabled"),
             "has no effect with modelSourceType kubernetesVolume: nothing is fetched",
         )
+    elif enabled:
+        yield Found("IEC513", location(f"{cache}.enabled"), "has no effect: Tandem keeps no weights on nodes")
+    images = "spec.modelCacheConfig.imageCache.enabled"
+    if subject.flag(images, default=False):
+        yield Found("IEC513", location(images), "has no effect: Tandem keeps no images on nodes")

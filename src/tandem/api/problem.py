@@ -1,0 +1,34 @@
+"""Mistakes in a resource, and how the place of one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where (field path, or a position in the file) and what."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+class InvalidResource(ValueError):
+    """The resource cannot be used. `problems` holds all of them, not only the first."""
+
+    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
+        self.source = source
+        self.problems = list(problems)
+        super().__init__(f"{source}: " + "; ".join(str(p) for p in self.problems))
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """('spec', 'volumes', 0, 'name') → `spec.volumes[0].name`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or "the object"
