@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.config import STRATEGIES, RouterConfig, add_router_arguments, router_argv, router_config
 from tandem.config.engines import engine_url
-from tandem.config.values import ReceiverPorts, receiver_ports
+from tandem.config.values import ReceiverPorts, kubernetes_source, receiver_ports
 
 URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(1, 65535))
 # Any argument of a process; argparse takes `--` for itself.
@@ -72,7 +72,22 @@ def kv_events(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def discovered(draw: st.DrawFn) -> dict[str, Any]:
     names = st.sampled_from(["prefill=p.svc:8081", "both=_http._tcp.x"])
-    return {"discover_file": draw(st.none() | TEXT), "discover_dns": tuple(draw(st.lists(names)))}
+    pods = st.sampled_from(["models:8081:app=llama", "ns:1:a in (b,c),!d,e!=f,g.h/i,j notin (k)"])
+    return {
+        "discover_file": draw(st.none() | TEXT),
+        "discover_dns": tuple(draw(st.lists(names))),
+        "discover_kubernetes": draw(st.none() | pods),
+        "discovery_stale_after": draw(seconds(1, 86_400)),
+    }
+
+
+@st.composite
+def counting(draw: st.DrawFn) -> dict[str, Any]:
+    """Files that are here, or that are fetched."""
+    if draw(st.booleans()):
+        return {"model_path": draw(st.none() | TEXT), "tokenizer": draw(st.none() | TEXT)}
+    cache = draw(st.none() | TEXT)
+    return {"model_files_path": draw(st.sampled_from(["/", "/tandem/model/"])), "model_files_cache": cache}
 
 
 @st.composite
@@ -89,6 +104,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         routing_strategy=draw(st.sampled_from(STRATEGIES)),
         session_header=tuple(draw(st.lists(st.sampled_from(["x-session-id", "X-Conversation"]), max_size=2))),
         session_field=draw(st.sampled_from([None, "user"])),
+        invocation_path=draw(st.sampled_from(["/invocations", "/", "/v1/completions", "/a/b~c"])),
         kv_block_size=draw(st.integers(1, 65_536)),
         **draw(st.just({}) | kv_events()),
         kv_index_blocks=draw(st.integers(1, 2**31 - 1)),
@@ -96,10 +112,9 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         pair_labels=tuple(draw(st.lists(st.sampled_from(["zone", "a/b.c-d_e"]), max_size=2))),
         ramp_up=draw(seconds(0, 3600)),
         counted_model=tuple(draw(st.lists(TEXT, max_size=2))),
+        **draw(counting()),
         admin_host=draw(TEXT),
         admin_port=draw(st.none() | st.integers(0, 65535)),
-        model_path=draw(st.none() | TEXT),
-        tokenizer=draw(st.none() | TEXT),
         chat_template=draw(st.none() | TEXT),
         chat_template_content_format=draw(st.sampled_from(["auto", "string", "openai"])),
         default_chat_template_kwargs=draw(st.none() | st.just('{"enable_thinking": false}')),
@@ -223,6 +238,9 @@ def test_the_documented_command_line_is_read() -> None:
         ("--lmcache-receivers 7300,7301:7400", "has 2 init ports and 1 alloc ports"),
         ("--lmcache-receivers :7300:7400", "has an empty host"),
         ("--log-level loud", "'loud' is not one of debug"),
+        ("--invocation-path invocations", "'invocations' is not a plain path, as /invocations"),
+        ("--invocation-path /a?b", "'/a?b' is not a plain path"),
+        ("--invocation-path /%61", "'/%61' is not a plain path"),
         ("--default-chat-template-kwargs [1]", "'[1]' is not a JSON object"),
         ("--prefill https://p:1", "'https://p:1' is not an http:// URL"),
         ("--prefill p:1", "'p:1' is not an http:// URL"),
@@ -267,7 +285,14 @@ def test_flags_that_contradict_each_other_are_refused(flags: str, said: str) -> 
         read(flags.split())
 
 
-@pytest.mark.parametrize("source", ["--discover-file engines.yaml", "--discover-dns decode=d.svc:8082"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "--discover-file engines.yaml",
+        "--discover-dns decode=d.svc:8082",
+        "--discover-kubernetes models:8081:app=llama",
+    ],
+)
 @pytest.mark.parametrize("decode", ["", "--decode http://a:1", "--decode http://a:1 http://a:2"])
 @pytest.mark.parametrize("given_receivers", ["", "a:1:2", "1:2 3:4", "a:1:2 b:3:4"])
 def test_decode_engines_that_are_discovered_have_their_receivers_where_one_says_for_all(
@@ -276,9 +301,7 @@ def test_decode_engines_that_are_discovered_have_their_receivers_where_one_says_
     """Of several it is not known whose they are, however many there are."""
     flags = f"{source} {decode} --connector lmcache --lmcache-buffer-chunks 9"
     receivers = f"--lmcache-receivers {given_receivers}" if given_receivers else ""
-    with pytest.raises(
-        ValueError, match="--lmcache-receivers: with --discover-file or --discover-dns give one"
-    ):
+    with pytest.raises(ValueError, match="--lmcache-receivers: with engines that are discovered give one"):
         read(f"{flags} {receivers}".split())
     config = read(f"{flags} --lmcache-receivers 7300:7400".split())
     assert config.receiver("http://new:1") == ("new", ReceiverPorts(None, (7300,), (7400,)))
@@ -329,6 +352,22 @@ def test_patience_grows_with_the_tokens_that_an_engine_has_to_compute() -> None:
     assert RouterConfig(decode=("http://d:1",), seconds_per_1000_tokens=0).patience(60.0, 10**9) == 60
 
 
+@pytest.mark.parametrize(
+    "path", ["", "tandem/model/", "/tandem/model", "/a/../b/", "/./", "/a b/", "//", "/%2e/"]
+)
+def test_model_files_are_below_a_plain_path(path: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match="is not a plain path that ends in /"):
+        read(["--decode", "http://d:1", "--model-files-path", path])
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--tokenizer"])
+def test_files_are_not_fetched_where_others_are_given(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"it excludes {flag}"):
+        read(["--decode", "http://d:1", "--model-files-path", "/m/", flag, "/models/m"])
+    with pytest.raises(ValueError, match="--model-files-cache: is of use with"):
+        read(["--decode", "http://d:1", "--model-files-cache", "/tmp/x"])
+
+
 def test_every_field_has_a_flag_with_help() -> None:
     parser = argparse.ArgumentParser()
     add_router_arguments(parser)
@@ -336,3 +375,65 @@ def test_every_field_has_a_flag_with_help() -> None:
     for field in fields(RouterConfig):
         assert f"--{field.name.replace('_', '-')}" in text
         assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("models:8081:app=llama", ("models", 8081, "app=llama")),
+        ("a-1:1:a.b/c-d_e==F.g,app", ("a-1", 1, "a.b/c-d_e==F.g,app")),
+        ("ns:80:!gone,x!=y,empty=", ("ns", 80, "!gone,x!=y,empty=")),
+        (
+            "ns:80:role in (prefill, decode),tier notin (x)",
+            ("ns", 80, "role in (prefill, decode),tier notin (x)"),
+        ),
+    ],
+)
+def test_pods_are_named_by_namespace_port_and_labels(text: str, named: tuple[str, int, str]) -> None:
+    assert kubernetes_source(text) == named
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is not NAMESPACE:PORT:SELECTOR, as in models:8081:app=llama"),
+        ("app=llama", "is not NAMESPACE:PORT:SELECTOR"),
+        ("models:8081", "is not NAMESPACE:PORT:SELECTOR"),
+        ("models:8081:", "is not NAMESPACE:PORT:SELECTOR"),
+        ("models:8081: ", "is not NAMESPACE:PORT:SELECTOR"),
+        ("Models:8081:app=llama", "is not NAMESPACE:PORT:SELECTOR"),
+        ("-:8081:app=llama", "is not NAMESPACE:PORT:SELECTOR"),
+        ("models:0:app=llama", "'0' is not a port"),
+        ("models:http:app=llama", "'http' is not a port"),
+        ("models:8081:app=llama,", "'' in the selector 'app=llama,' is none of NAME=VALUE"),
+        ("models:8081:app=a b", "'app=a b' in the selector"),
+        ("models:8081:app>1", "'app>1' in the selector"),
+        ("models:8081:app in a,b", "'app in a' in the selector"),
+        ("models:8081:app in (a,b", "'app in \\(a' in the selector"),
+        ("models:8081:-app", "'-app' in the selector"),
+        ("models:8081:app=" + "x" * 64, "in the selector"),
+        ("models:8081:a:b=c", "'a:b=c' in the selector"),
+    ],
+)
+def test_pods_that_are_named_in_no_such_way_are_refused_with_what_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        kubernetes_source(text)
+
+
+@pytest.mark.parametrize("text", ["app=llama", "models:0:app=llama"])
+def test_the_flag_refuses_them(text: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match="--discover-kubernetes"):
+        read(["--discover-kubernetes", text])
+
+
+def test_pods_are_engines_enough() -> None:
+    config = read(["--discover-kubernetes", "models:8081:app=llama", "--prefill", "http://p:1"])
+    assert config.discovers
+    assert config.discovery_stale_after == 120.0
+
+
+def test_the_revision_of_a_pod_is_its_deployments_so_pairs_need_not_agree_in_it() -> None:
+    assert "revision" in read(["--decode", "http://d:1"]).pairing
+    pods = ["--discover-kubernetes", "models:8081:app=llama"]
+    assert read(pods).pairing == ("model", "kv-layout")
+    assert read([*pods, "--pair-labels", "revision"]).pairing == ("revision",)

@@ -21,8 +21,11 @@ from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.handover import Handovers, Pace
 from tandem.router.waiting import Line
 
+from ..api.conftest import bare_api_server
 from .fakes import FakeEngine, engines, eventually, local_counter
 from .lmcache_fakes import CHUNK, FakeDecoder, FakePrefiller, Lab, Members, Watched
+
+__all__ = ["bare_api_server"]
 
 SHORT = {"model": "m", "prompt": "hi", "max_tokens": 8}
 LONG = {"model": "m", "prompt": "a prompt that is longer than the threshold", "max_tokens": 8}
@@ -53,7 +56,7 @@ class Endpoint:
 
         async def seen() -> bool:
             if not holds(engine):
-                engine.alarm.set()
+                engine.doubt()
             return bool(holds(engine))
 
         await eventually(seen)
@@ -163,7 +166,7 @@ async def start() -> AsyncIterator[Start]:
                 port=0,
                 prefill=urls(prefillers),
                 decode=urls(decoders),
-                # What an answer that is not streamed may take beyond its deadline has tests of its own.
+                # How deadlines grow, with prompts and where an answer is not streamed, has tests of its own.
                 # Engines in turn, so that tests know whose turn it is.
                 **{
                     "engine": urls(others),
@@ -171,6 +174,7 @@ async def start() -> AsyncIterator[Start]:
                     "routing_strategy": "roundrobin",
                     "drain_timeout": 1.0,
                     "answer_timeout": 0.0,
+                    "seconds_per_1000_tokens": 0.0,
                     "ramp_up": 0.0,
                     **options,
                 },

@@ -53,6 +53,8 @@ class FakeEngine:
     """Its model cards; None: one of `m`."""
     metrics: bytes | None = None
     """Its page of /metrics; None: it has none."""
+    elsewhere: Callable[[Request, Responder], Awaitable[None]] | None = None
+    """Takes requests for paths that vLLM does not have."""
     cancelled: int = 0
     reads_of: set[str] = field(default_factory=set)
     chunks: tuple[str, ...] = ("Hel", "lo")
@@ -94,6 +96,8 @@ class FakeEngine:
                 )
             case "/v1/completions" | "/v1/chat/completions":
                 await self._generate(request, responder)
+            case _ if self.elsewhere is not None:
+                await self.elsewhere(request, responder)
             case _:
                 responder.send(404, JSON, b'{"detail":"Not Found"}')
 

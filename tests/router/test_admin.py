@@ -39,7 +39,7 @@ async def test_an_engines_state_load_labels_and_models_are_told(administer: Admi
     tokens = len(LONG["prompt"])
     assert await admin.get("/engines") == {
         "missing": None,
-        "sources": [{"name": "command line", "engines": 1, "trouble": None}],
+        "sources": [{"name": "command line", "engines": 1, "trouble": None, "age": None}],
         "engines": [
             {
                 "url": fake.url,
@@ -155,7 +155,7 @@ async def test_trouble_with_a_source_of_engines_is_told(administer: Administer, 
 
     await eventually(troubled)
     line, file = (await admin.get("/engines"))["sources"]
-    assert line == {"name": "command line", "engines": 1, "trouble": None}
+    assert line == {"name": "command line", "engines": 1, "trouble": None, "age": None}
     assert (file["name"], file["engines"]) == (f"file {path}", 0)
     assert "until then there are none from it" in file["trouble"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from .conftest import SHORT, Start
 
-PAGES = ("/health", "/ready", "/metrics", "/v1/models")
-GENERATION = ("/v1/completions", "/v1/chat/completions")
+PAGES = ("/health", "/ready", "/ping", "/metrics", "/v1/models")
+GENERATION = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
 async def test_pages_answer_get_and_head(start: Start) -> None:

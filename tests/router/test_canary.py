@@ -37,6 +37,8 @@ class Subject(FakeEngine):
     hold: asyncio.Event | None = None
     held: asyncio.Event = field(default_factory=asyncio.Event)
     visits: int = 0
+    pages: int = 0
+    """How often it was asked for its metrics."""
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         match request.path:
@@ -47,6 +49,8 @@ class Subject(FakeEngine):
                 if self.health == "fails":
                     responder.send(503, JSON, b"{}")
                     return
+            case "/metrics":
+                self.pages += 1
             case "/v1/models" if self.models is not None:
                 responder.send(200, JSON, self.models)
                 return
@@ -122,7 +126,7 @@ async def probe() -> AsyncIterator[Callable[..., Any]]:
     """Start a prober: `await probe(Probed(prefill=2))`; engines may be changed before."""
     async with AsyncExitStack() as stack:
 
-        async def start(probed: Probed) -> Probed:
+        async def start(probed: Probed, *, ready_interval: float = 0.002) -> Probed:
             await stack.enter_async_context(engines(*probed.prefill, *probed.decode))
             stack.push_async_callback(probed.client.aclose)
             prober = Prober(
@@ -133,7 +137,7 @@ async def probe() -> AsyncIterator[Callable[..., Any]]:
                 Handovers(Nixl(), probed.legs, probed.fleet, Notifications(), notification_timeout=1.0),
                 Budgets(),
                 waiting_interval=0.001,
-                ready_interval=0.002,
+                ready_interval=ready_interval,
                 canary_timeout=5.0,
             )
             running = asyncio.create_task(prober.run())
@@ -195,6 +199,59 @@ async def test_what_is_proved_is_not_proved_again(probe: Any) -> None:
     for subject in (*probed.prefill, *probed.decode):
         await visited(subject, 5)
     assert len(probed.decode[0].seen) == before
+
+
+NEVER = 3600.0
+"""Seconds: an interval that no test waits for."""
+
+
+async def test_a_prefiller_proves_itself_to_decoders_that_join_without_telling_its_metrics_again(
+    probe: Any,
+) -> None:
+    """The page is large, and in a large fleet somebody joins all the time."""
+    probed = Probed(decode=5)
+    first, *others = probed.decode
+    for decoder in others:
+        decoder.health = "fails"
+    await probe(probed, ready_interval=NEVER)
+    await until(lambda: probed.pairs() == {("p0", first.name)})
+    told = probed.prefill[0].pages
+    for count, decoder in enumerate(others, 2):
+        decoder.health = "fine"
+        await until(lambda count=count: len(probed.pairs()) == count)
+    assert probed.prefill[0].pages == told
+
+
+async def test_a_prefiller_that_is_visited_all_the_time_tells_its_metrics_as_often_as_another(
+    probe: Any,
+) -> None:
+    """One whose pair with a decoder cannot be proved is tried again soon."""
+    probed = Probed(decode=2)
+    (prefiller,), (decoder, _) = probed.prefill, probed.decode
+    decoder.refuses = reads_kv
+    await probe(probed, ready_interval=NEVER)
+    await until(lambda: probed.pairs() == {("p0", "d1")})
+    told = prefiller.pages
+    await visited(prefiller)
+    assert prefiller.pages == told
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_failed_a_request_is_seen_at_once_to_be_another_process(
+    probe: Any, role: str
+) -> None:
+    probed = Probed()
+    (subject,) = getattr(probed, role)
+    subject.metrics = b"process_start_time_seconds 1000\n"
+    await probe(probed, ready_interval=NEVER)
+    await until(probed.pairs)
+    engine, canaries = probed.of(subject), len(subject.seen)
+    subject.metrics = b"process_start_time_seconds 2000\n"
+    engine.doubt()
+    await until(lambda: engine.losses)
+    await until(probed.pairs)
+    assert engine.started == 2000
+    assert len(subject.seen) > canaries, "it is proved anew"
 
 
 async def test_a_decoder_that_fails_its_canary_gets_no_traffic_and_has_it_told(probe: Any) -> None:

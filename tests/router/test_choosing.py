@@ -109,7 +109,7 @@ async def test_a_prefiller_that_was_lost_is_expected_to_have_lost_its_cache(star
     first = await prefiller_of(endpoint, prompt(text))
     (engine,) = [e for e in endpoint.app.fleet.engines if e.url == endpoint.prefill[first].url]
     endpoint.app.fleet.lost(engine, "gone for a moment")
-    engine.alarm.set()
+    engine.doubt()
     await endpoint.ready()
     again = await endpoint.post(prompt(text), x_tandem_explain="1")
     assert again.headers["x-tandem-prefill-expected-hit"] == "0"

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -23,7 +23,7 @@ from tandem.config import RouterConfig
 from tandem.prompt import BadPrompt, NotExact
 from tandem.router.classify import Api
 from tandem.router.counting_frames import Kind, header
-from tandem.router.counting_process import CountingProcess, Limits, Unavailable
+from tandem.router.counting_process import CountingProcess, Limits, Unavailable, Unusable
 from tandem.router.errors import ApiError
 from tandem.router.local_counter import load_counter
 
@@ -317,6 +317,20 @@ async def test_a_process_that_does_not_answer_costs_one_request_its_patience(
     assert "counting process" in caplog.text
 
 
+async def test_prompts_that_were_counted_before_the_process_died_are_and_the_others_in_hand_are_not(
+    config: RouterConfig,
+) -> None:
+    """Small prompts are handed over together; each frame of the fake answers the next."""
+    ids = header(Kind.IDS, b"\0" * 8) + b"\0" * 8
+    script = f"frame(); frame(); frame(); say({ids!r}); sys.exit(1)"
+    async with CountingProcess(config, command=fake(script), limits=Limits(patience=30)) as process:
+        await process.ready()
+        counts = [process.count(Api.COMPLETIONS, body(prompt="a")) for _ in range(3)]
+        first, *others = await asyncio.gather(*counts, return_exceptions=True)
+    assert list(cast("Sequence[int]", first)) == [0, 0]
+    assert [type(each) for each in others] == [Unavailable, Unavailable]
+
+
 async def test_who_waits_too_long_or_finds_a_full_queue_is_left_to_an_engine(config: RouterConfig) -> None:
     never = fake("frame(); sys.stdin.buffer.read()")
     limits = Limits(patience=0.3, longest=30, waiting=2)
@@ -337,7 +351,9 @@ async def test_a_process_that_cannot_load_the_model_leaves_all_to_the_engines(
     async with CountingProcess(config) as process:
         with pytest.raises(Unavailable):
             await process.count(Api.COMPLETIONS, body(prompt="a"))
-    assert "the counting process died" in caplog.text
+        with pytest.raises(Unusable, match="nowhere"):
+            await process.ready()
+    assert "the counting process cannot load the tokenizer" in caplog.text
 
 
 async def test_nothing_is_left_at_the_end(config: RouterConfig) -> None:

@@ -231,7 +231,7 @@ async def test_a_decoder_that_has_no_prefix_any_more_is_not_believed_to(start: S
     home = await decoder_of(endpoint, said(TEXT[:500]))
     if why == "lost":
         endpoint.app.fleet.lost(endpoint.of(home), "restarted")
-        endpoint.of(home).alarm.set()
+        endpoint.of(home).doubt()
         await endpoint.ready()
     answer = await endpoint.post(said(TEXT[:520]), x_tandem_explain="1")
     assert answer.headers["x-tandem-decode-expected-hit"] == "0"
@@ -477,7 +477,7 @@ async def test_a_decoder_that_comes_back_gets_its_share_little_by_little(start: 
     old, back = endpoint.decode
     endpoint.of(old).joined -= 2 * 3600
     endpoint.app.fleet.lost(endpoint.of(back), "restarted")
-    endpoint.of(back).alarm.set()
+    endpoint.of(back).doubt()
     await endpoint.ready()
     async with hanging(endpoint, endpoint.decode, *[SHORT] * 6) as got:
         assert sorted(fake.name for fake in got) == [old.name] * 5 + [back.name]

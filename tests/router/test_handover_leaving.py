@@ -227,7 +227,7 @@ async def test_kv_on_a_decoder_that_is_another_process_now_is_gone(lab: StartLab
     pd = await lab()
     await leaves_kv_on_a_decoder_that_cannot_be_reached(pd)
     # Seen as gone before it is back: a real one takes seconds to start.
-    pd.of(pd.decoder).alarm.set()
+    pd.of(pd.decoder).doubt()
     await until(lambda: not pd.endpoint.app.fleet.ready(pd.of(pd.decoder).role))
     pd.decoder.renew()
     await pd.decoder.come_back()

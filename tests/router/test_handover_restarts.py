@@ -21,7 +21,7 @@ FOREVER_BROKEN = "the decode engine was restarted; restart the prefill engine, w
 async def seen_gone(pd: Lab, fake: FakeLMCache) -> None:
     """Cut an engine off until the router knows: a real one takes seconds to start again."""
     await fake.cut_off()
-    pd.of(fake).alarm.set()
+    pd.of(fake).doubt()
     await until(lambda: pd.of(fake).state is State.WAITING)
 
 
@@ -38,7 +38,7 @@ async def in_use(pd: Lab, fake: FakeLMCache) -> None:
 async def looked_at(pd: Lab, fake: FakeLMCache) -> None:
     """Until an engine has been visited a few times more."""
     for _ in range(3):
-        pd.of(fake).alarm.set()
+        pd.of(fake).doubt()
         await until(lambda: not pd.of(fake).alarm.is_set())
 
 
@@ -47,7 +47,7 @@ async def proved_again(pd: Lab) -> None:
     for fake in pd.decode:
         await in_use(pd, fake)
     for fake in pd.prefill:
-        pd.of(fake).alarm.set()
+        pd.of(fake).doubt()
     await pd.endpoint.ready()
 
 
@@ -85,7 +85,7 @@ async def test_a_decoder_that_is_back_before_anybody_looks_is_known_to_be_anothe
 ) -> None:
     pd = await lab()
     pd.decoder.renew()
-    pd.of(pd.decoder).alarm.set()  # the next look, which comes every few seconds
+    pd.of(pd.decoder).doubt()  # the next look, which comes every few seconds
     await until(lambda: pd.pairs() == set())
     await in_use(pd, pd.decoder)
     status, told = await ready(pd)
@@ -129,7 +129,7 @@ async def test_a_request_that_finds_the_decoder_gone_for_a_moment_does_not_part_
     assert (await pd.endpoint.post(LONG)).status_code in (502, 503)
     assert pd.of(pd.decoder).state is State.WAITING
     await pd.decoder.come_back()
-    pd.of(pd.decoder).alarm.set()
+    pd.of(pd.decoder).doubt()
     await proved_again(pd)
     assert await text_of(pd, LONG, False) == RIGHT
 

@@ -194,7 +194,7 @@ async def visited(pd: Lab) -> None:
     """Until the second prefiller has been looked at a few times."""
     engine = pd.of(pd.prefill[1])
     for _ in range(3):
-        engine.alarm.set()
+        engine.doubt()
         await until(lambda: not engine.alarm.is_set())
 
 

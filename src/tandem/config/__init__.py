@@ -3,7 +3,7 @@
 from tandem.config.engines import EngineSpec, Subscription, engine_labels, engine_spec, engine_url
 from tandem.config.flags import add_router_arguments, flags_tables, router_argv, router_config
 from tandem.config.router import STRATEGIES, RouterConfig
-from tandem.config.values import dns_source
+from tandem.config.values import dns_source, kubernetes_source
 
 __all__ = [
     "STRATEGIES",
@@ -16,6 +16,7 @@ __all__ = [
     "engine_spec",
     "engine_url",
     "flags_tables",
+    "kubernetes_source",
     "router_argv",
     "router_config",
 ]

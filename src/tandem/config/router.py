@@ -19,12 +19,15 @@ from tandem.config.values import (
     checked,
     dns_source,
     field_name,
+    folder_path,
     header_name,
     json_object,
+    kubernetes_source,
     label_name,
     listen_address,
     one_of,
     receiver_ports,
+    request_path,
 )
 
 STRATEGIES = ("prefixaware", "kvaware", "session", "roundrobin")
@@ -58,6 +61,12 @@ class RouterConfig:
         "answer `x-tandem-explain: 1` with the path taken, the engines compared and their scores",
         default=False,
     )
+    invocation_path: str = _option(
+        "path where a request's body says which API it is for, as in SageMaker's containers "
+        "(`spec.invocationEndpoint`)",
+        checked(request_path),
+        "/invocations",
+    )
     admin_host: str = _option("address of the admin port", default="127.0.0.1")
     admin_port: int | None = _option(
         "port for /engines, /admin/route and /metrics, which the public port then does not serve; 0 takes a "
@@ -83,12 +92,25 @@ class RouterConfig:
         checked(dns_source),
         (),
     )
+    discover_kubernetes: str | None = _option(
+        "NAMESPACE:PORT:SELECTOR, as in models:8081:app=llama: pods of Kubernetes by labels; their roles are "
+        "in the label inference.sagemaker.aws.amazon.com/dpd-role",
+        checked(kubernetes_source),
+        None,
+    )
+    discovery_stale_after: float = _option(
+        "seconds without a sign of life from the API server, which gives one about each minute, after which "
+        "/ready says no; requests are served on",
+        between(1, 86_400, float),
+        120.0,
+    )
     connector: str = _option(
         f"KV connector of the engines: {', '.join(CONNECTORS)}", one_of(CONNECTORS), "nixl"
     )
     pair_labels: tuple[str, ...] = _option(
         "labels in which a prefill and a decode engine that both have them must agree to be used together "
-        "(default model, revision, kv-layout; with --connector lmcache also tp)",
+        "(default model, kv-layout; with --connector lmcache also tp; without --discover-kubernetes also "
+        "revision)",
         checked(label_name),
         (),
     )
@@ -177,13 +199,25 @@ class RouterConfig:
         "longest context in tokens; the same as the engines'", between(1, 2**31 - 1, int), None
     )
     counted_model: tuple[str, ...] = _option(
-        "model names that --model-path is for, where engines serve several; default: all. Prompts for others "
-        "are counted by engines",
+        "model names that --model-path, or --model-files-path, is for, where engines serve several; default: "
+        "all. Prompts for others are counted by engines",
         default=(),
+    )
+    model_files_path: str | None = _option(
+        "path under which engines serve their model's tokenizer files, as in /tandem/model/; they are "
+        "fetched, and prompts are counted with them, while the engines agree. Default: none",
+        checked(folder_path),
+        None,
+    )
+    model_files_cache: str | None = _option(
+        "folder where files that were fetched are kept, named by their content; for this router alone. "
+        "Default: a temporary one",
+        default=None,
     )
     count_in_process_bytes: int = _option(
         "bodies from so many bytes on (lists of token ids from an eighth of it) are counted in a process of "
-        "their own, so that streams do not wait for them; 0 = none, and no such process",
+        "their own, so that streams do not wait for them; 0 = none, and no such process. What is counted "
+        "with files that were fetched always is, shorter bodies in another one",
         between(0, 2**31 - 1, int),
         65_536,
     )
@@ -297,12 +331,12 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
-        if not (self.decode or self.engine or self.discover_file or self.discover_dns):
+        if not (self.decode or self.engine or self.discovers):
             raise ValueError(
                 "--decode: at least one decode engine is needed; or engines without a role (--engine), or a "
-                "source of engines (--discover-file, --discover-dns)"
+                "source of engines (--discover-file, --discover-dns, --discover-kubernetes)"
             )
-        if self.prefill and not (self.decode or self.discover_file or self.discover_dns):
+        if self.prefill and not (self.decode or self.discovers):
             raise ValueError("--prefill: prefill engines need decode engines to hand over to (--decode)")
         seen: dict[str, str] = {}
         for name in ("prefill", "decode", "engine"):
@@ -314,9 +348,21 @@ class RouterConfig:
                 seen[spec.url] = name
         if self.kv_events is None and (self.kv_replay is not None or self.kv_ranks != 1):
             raise ValueError("--kv-events: is needed with --kv-replay and --kv-ranks")
+        if self.model_files_path is not None and (self.model_path or self.tokenizer):
+            given = "--model-path" if self.model_path else "--tokenizer"
+            raise ValueError(
+                f"--model-files-path: files are fetched where none are here; it excludes {given}"
+            )
+        if self.model_files_path is None and self.model_files_cache is not None:
+            raise ValueError("--model-files-cache: is of use with --model-files-path only")
         self.subscription("localhost")
         if self.connector == "lmcache":
             self._check_lmcache()
+
+    @property
+    def discovers(self) -> bool:
+        """Whether there may be engines that no flag names."""
+        return bool(self.discover_file or self.discover_dns or self.discover_kubernetes)
 
     def specs(self, role: str) -> tuple[EngineSpec, ...]:
         """The engines given for a role (`prefill`, `decode`, `engine`)."""
@@ -337,7 +383,9 @@ class RouterConfig:
     def pairing(self) -> tuple[str, ...]:
         """The labels in which the engines of a pair must agree."""
         tp = ("tp",) if self.connector == "lmcache" else ()
-        return self.pair_labels or ("model", "revision", "kv-layout", *tp)
+        # The revision of a pod is that of its Deployment, of which each role has one.
+        revision = () if self.discover_kubernetes else ("revision",)
+        return self.pair_labels or ("model", *revision, "kv-layout", *tp)
 
     def _check_lmcache(self) -> None:
         if self.lmcache_buffer_chunks is None:
@@ -350,10 +398,10 @@ class RouterConfig:
                     f"engines have {self.lmcache_ranks} (--lmcache-ranks): each writes to a port of its own"
                 )
         for_all = len(given) == 1 and given[0].host is None
-        if not for_all and (self.discover_file or self.discover_dns):
+        if not for_all and self.discovers:
             raise ValueError(
-                "--lmcache-receivers: with --discover-file or --discover-dns give one without a host, for "
-                "all decode engines: which of several would be whose is not known"
+                "--lmcache-receivers: with engines that are discovered give one without a host, for all "
+                "decode engines: which of several would be whose is not known"
             )
         if not for_all and len(given) != len(self.decode):
             raise ValueError(

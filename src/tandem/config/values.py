@@ -62,6 +62,16 @@ def field_name(text: str) -> None:
         raise ValueError(f"{text!r} is not the name of a field, as in user")
 
 
+def request_path(text: str) -> None:
+    if not re.fullmatch(r"/[A-Za-z0-9._~/-]*", text):
+        raise ValueError(f"{text!r} is not a plain path, as /invocations: letters, digits, . _ ~ - and /")
+
+
+def folder_path(text: str) -> None:
+    if not re.fullmatch(r"/([A-Za-z0-9._~-]+/)*", text) or {".", ".."} & set(text.split("/")):
+        raise ValueError(f"{text!r} is not a plain path that ends in /, as in /tandem/model/")
+
+
 def label_name(text: str) -> None:
     engine_labels({text: ""})
 
@@ -83,6 +93,30 @@ def dns_source(text: str) -> tuple[str, str, int | None]:
             f" prefill=prefill.models.svc:8081"
         )
     return role, host, None if service else port(number)
+
+
+_KEY = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_VALUE = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?"
+_REQUIREMENT = re.compile(
+    rf"!?{_KEY}|{_KEY} *(=|==|!=) *{_VALUE}|{_KEY} +(not)?in *\( *{_VALUE} *(, *{_VALUE} *)*\)"
+)
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def kubernetes_source(text: str) -> tuple[str, int, str]:
+    """`NAMESPACE:PORT:SELECTOR` as (namespace, port, selector of labels); else a ValueError."""
+    namespace, _, rest = text.partition(":")
+    number, _, selector = rest.partition(":")
+    if not _NAMESPACE.fullmatch(namespace) or not selector.strip():
+        raise ValueError(f"{text!r} is not NAMESPACE:PORT:SELECTOR, as in models:8081:app=llama")
+    # Commas stand between requirements, and in parentheses between values.
+    for requirement in re.split(r",(?![^(]*\))", selector):
+        if not _REQUIREMENT.fullmatch(requirement.strip(" ")):
+            raise ValueError(
+                f"{requirement!r} in the selector {selector!r} is none of NAME=VALUE, NAME!=VALUE, NAME, "
+                "!NAME, NAME in (VALUE,VALUE) and NAME notin (VALUE,VALUE)"
+            )
+    return namespace, port(number), selector
 
 
 def listen_address(text: str) -> None:

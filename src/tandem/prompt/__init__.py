@@ -11,5 +11,16 @@ why, and the caller asks the engine. This package knows nothing of HTTP, routing
 from tandem.prompt.counter import PromptCounter, Tokens, load
 from tandem.prompt.errors import BadPrompt, LoadError, NotExact
 from tandem.prompt.tokenizer import Encoder
+from tandem.prompt.tokenizer_files import FILES, MARKS
 
-__all__ = ["BadPrompt", "Encoder", "LoadError", "NotExact", "PromptCounter", "Tokens", "load"]
+__all__ = [
+    "FILES",
+    "MARKS",
+    "BadPrompt",
+    "Encoder",
+    "LoadError",
+    "NotExact",
+    "PromptCounter",
+    "Tokens",
+    "load",
+]

@@ -15,6 +15,24 @@ from tandem.prompt import families
 from tandem.prompt.errors import LoadError, NotExact
 from tandem.prompt.tokenizer import ReferenceEncoder
 
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+"""The files of a model's folder that are read here. Of additional templates vLLM uses tool_use alone."""
+
+MARKS = (
+    "chat_template.json",
+    "tekken.json",
+    *(f"tokenizer.model.{version}" for version in ("v1", "v2", "v3", "v7", "v7m1")),
+)
+"""Those of which it only counts whether they are there: vLLM then renders or tokenizes otherwise."""
+
 _CONFIG = "tokenizer_config.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

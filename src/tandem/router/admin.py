@@ -42,8 +42,10 @@ class Admin:
         threshold: int,
         index: KvIndex | None = None,
         sources: Callable[[], list[Source]] = list,
+        model_files: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        """`sources`: how it stands with the sources of engines."""
+        """`sources`: how it stands with the sources of engines. `model_files`: with their tokenizers' files,
+        where these are fetched."""
         self._fleet = fleet
         self._flow = flow
         self._choosing = choosing
@@ -52,6 +54,7 @@ class Admin:
         self._threshold = threshold
         self._index = index
         self._sources = sources
+        self._model_files = model_files
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         methods: dict[str, tuple[str, ...]] = {
@@ -81,6 +84,7 @@ class Admin:
         return {
             "missing": self._fleet.missing,
             "sources": self._sources(),
+            **({"modelFiles": self._model_files()} if self._model_files is not None else {}),
             "engines": [self._engine(engine) for engine in sorted(self._fleet.engines, key=lambda e: e.url)],
         }
 

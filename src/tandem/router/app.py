@@ -36,6 +36,7 @@ from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
 from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
+from tandem.router.model_files import ModelFiles
 from tandem.router.notifications import Notifications
 from tandem.router.strategies import DecoderLoad, DecoderScore, KvAware, make
 from tandem.router.waiting import Line
@@ -56,12 +57,16 @@ class App:
         *,
         served: Collection[str] = (),
         private: bool = False,
+        invocation_path: str = "/invocations",
+        unknown: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`served`: the names of models that requests may use; none: all. `private`: what names engines is
-        left to the admin port."""
+        left to the admin port. `invocation_path`: where a request's body says which API it is for.
+        `unknown`: why too little is known of what engines there are to be ready, if so."""
         self._served = frozenset(served)
         self.fleet = fleet
         self._private = private
+        self._unknown = unknown
         self.admin: Server | None = None
         self.knowledge: Knowledge | None = None
         """What is known of engines' caches by their events; None unless the strategy is kvaware."""
@@ -70,28 +75,30 @@ class App:
         self._pages: dict[str, Callable[[Responder], None]] = {
             "/health": self._health,
             "/ready": self._ready,
+            "/ping": self._ready,
             "/metrics": self._render_metrics,
             "/v1/models": self._models,
         }
         if private:
             del self._pages["/metrics"]
-        self._generation = {api.value: api for api in Api}
+        self._generation: dict[str, Api | None] = {invocation_path: None, **{api.value: api for api in Api}}
         self.draining = False
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         # No path here has an escape; one that needs decoding first might mean another to a proxy in front.
         escaped = b"%" in request.target.partition(b"?")[0]
-        api = self._generation.get(request.path) if not escaped else None
+        generates = request.path in self._generation and not escaped
         page = self._pages.get(request.path) if not escaped else None
-        if api is not None and request.method == "POST":
-            await self._flow.serve(request, responder, api)
+        if generates and request.method == "POST":
+            await self._flow.serve(request, responder, self._generation[request.path])
         elif page is not None and request.method in ("GET", "HEAD"):
             page(responder)
         else:
-            self._refuse(request, responder, allow=b"POST" if api else b"GET, HEAD" if page else None)
+            allow = [b"POST"] * generates + [b"GET, HEAD"] * (page is not None)
+            self._refuse(request, responder, allow=b", ".join(allow))
 
-    def _refuse(self, request: Request, responder: Responder, *, allow: bytes | None) -> None:
-        if allow is None:
+    def _refuse(self, request: Request, responder: Responder, *, allow: bytes) -> None:
+        if not allow:
             error = ApiError(404, f"There is no {request.path} here.", kind="not_found_error")
             responder.send(404, error.headers(), error.body())
         else:
@@ -102,7 +109,7 @@ class App:
         responder.send(200, [_JSON], b'{"status":"ok"}')
 
     def _ready(self, responder: Responder) -> None:
-        why = "draining" if self.draining else self.fleet.missing
+        why = "draining" if self.draining else self._unknown() or self.fleet.missing
         status: dict[str, Any] = {"ready": why is None, "reason": why}
         if self._private:
             status["reason"] = why and why.partition(":")[0]
@@ -143,6 +150,7 @@ async def running(
     names_tokenizer = bool(config.model_path or config.tokenizer)
     process = CountingProcess(config) if local and names_tokenizer and config.count_in_process_bytes else None
     counter = Counter(local, legs, fleet, process, config.count_in_process_bytes, config.counted_model)
+    files = ModelFiles(config, fleet, legs, counter) if config.model_files_path is not None else None
     line = Line(config.reservation_queue)
     budgets = Budgets(on_free=line.changed)
     fleet.on_change(line.changed)
@@ -155,7 +163,9 @@ async def running(
     knowledge: Knowledge | None = None
     if made.index is not None and isinstance(made.strategy, KvAware):
         knowledge = Knowledge(fleet, made.index, made.strategy)
-    metrics = Metrics(fleet, gate, budgets, line, handovers, knowledge)
+    source = discovery or discovery_of(config)
+    merged = source if isinstance(source, MergedDiscovery) else MergedDiscovery({})
+    metrics = Metrics(fleet, gate, budgets, line, handovers, knowledge, merged.sources)
     decoders = DecoderScore(lambda e: DecoderLoad(e.held_tokens, e.kv_use, budgets.share(e)), made.prefixes)
     choosing = Choosing(config, fleet, counter, connector, budgets, made.strategy, decoders)
     flow = Flow(config, fleet, legs, choosing, gate, handovers, line, metrics)
@@ -165,9 +175,10 @@ async def running(
         metrics,
         served=config.served_model_name,
         private=config.admin_port is not None,
+        invocation_path=config.invocation_path,
+        unknown=lambda: merged.missing,
     )
     app.knowledge = knowledge
-    source = discovery or discovery_of(config)
     admin = Admin(
         fleet,
         flow,
@@ -176,7 +187,8 @@ async def running(
         metrics,
         threshold=config.routing_threshold,
         index=made.index,
-        sources=source.sources if isinstance(source, MergedDiscovery) else list,
+        sources=merged.sources,
+        model_files=files.told if files is not None else None,
     )
     prober = Prober(
         source,
@@ -199,6 +211,8 @@ async def running(
             address = await stack.enter_async_context(notifications.listening(config.lmcache_notify))
             logger.info("listening for notifications at %s", address)
         stack.push_async_callback(handovers.aclose)
+        if files is not None:
+            await stack.enter_async_context(_background(files.run()))
         await stack.enter_async_context(_background(prober.run()))
         if config.admin_port is not None:
             app.admin = await serve(admin, config.admin_host, config.admin_port)
@@ -263,11 +277,13 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
             len(config.prefill),
             len(config.decode),
             len(config.engine),
-            " and those discovered" if config.discover_file or config.discover_dns else "",
+            " and those discovered" if config.discovers else "",
             config.connector,
             config.routing_strategy,
             config.routing_threshold,
-            "by engines" if local is None else "here",
+            "here"
+            if local
+            else "by engines" + (" until their files are here" if config.model_files_path else ""),
         )
         await stop.wait()
         logger.info("draining for at most %g s", config.drain_timeout)
@@ -280,6 +296,7 @@ def run(config: RouterConfig) -> None:
     """
     # Not in the format, so not worth looking up for each line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request to an API server
     logging.basicConfig(
         stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s [%(levelname)s] %(message)s"
     )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
+from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,6 +85,7 @@ class Prober:
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._engines: dict[Member, Engine] = {}
         self._cleared: WeakKeyDictionary[Engine, tuple[int, float]] = WeakKeyDictionary()
+        self._read_at: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
 
     async def run(self) -> None:
         """Follow discovery until cancelled."""
@@ -182,7 +184,9 @@ class Prober:
                 raise
             # Silence may be work; an answer that it is not well is one.
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
-        await self._read_metrics(engine)
+        if self._is_to_tell(engine):
+            engine.doubted = False
+            await self._read_metrics(engine)
         if engine.state is State.SUSPECT and not suspect:
             return  # only now: the alarm is set, and it shall perhaps be left alone first
         if engine.answers:
@@ -231,6 +235,15 @@ class Prober:
         logger.info("%s %s has answered a canary and is in use again", engine.role.value, engine.url)
         self._fleet.worked(engine)
 
+    def _is_to_tell(self, engine: Engine) -> bool:
+        """Whether an engine's /metrics are to be read. Not when one that is in use is only visited because
+        another has joined, or soon again because a pair is not proved yet: in a large fleet that is often,
+        and to write the page costs an engine milliseconds."""
+        if engine.doubted or engine.state is not State.READY:
+            return True
+        age = asyncio.get_running_loop().time() - self._read_at.get(engine, -inf)
+        return age > self._ready_interval / 2
+
     async def _read_metrics(self, engine: Engine) -> None:
         """Take what an engine tells of itself, and find out whether it is still the process that it was: one
         may die and be back between two visits.
@@ -240,8 +253,10 @@ class Prober:
             page = await self._legs.call(engine, "GET", "/metrics")
         except LegFailed as failure:
             if failure.reply is None:
+                engine.doubted = True  # still
                 raise
             page = b""
+        self._read_at[engine] = asyncio.get_running_loop().time()
         told = engine_metrics.read(page)
         engine.kv_use = told.kv_use or 0.0
         engine.running, engine.waiting = told.running, told.waiting
@@ -285,7 +300,7 @@ class Prober:
         self._fleet.prove(engine, cards)
         logger.info("%s %s is ready", engine.role.value, engine.url)
         for prefiller in self._fleet.of(EngineRole.PREFILL):
-            prefiller.alarm.set()  # to be proved with it
+            prefiller.alarm.set()  # to be proved with it; nothing else about it is in doubt
 
     async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> bool:
         """Send a canary across a pair. False: there is no room for one now."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tandem.prompt import BadPrompt, NotExact, PromptCounter, Tokens
+from tandem.prompt import BadPrompt, NotExact, PromptCounter
 from tandem.router.body import Body
 from tandem.router.classify import Api
+from tandem.router.counting_places import InLoop, Place
 from tandem.router.counting_process import CountingProcess, Unavailable
-from tandem.router.engines import Engine
+from tandem.router.engines import Engine, State
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.fleet import Fleet
 from tandem.router.legs import LegFailed, Legs
@@ -39,6 +40,14 @@ _TOKENIZE_FIELDS = {
 _AS_TEMPLATE_ARGUMENTS = ("documents", "reasoning_effort")
 
 
+class _Differing(NamedTuple):
+    """An engine that counts otherwise."""
+
+    losses: int
+    names: frozenset[str]
+    """The models that it serves."""
+
+
 class _Tokenized(msgspec.Struct):
     """An engine's answer to /tokenize."""
 
@@ -47,9 +56,6 @@ class _Tokenized(msgspec.Struct):
 
 
 _TOKENIZED = msgspec.json.Decoder(_Tokenized)
-
-# What a byte of a list of token ids costs the loop, in bytes of text.
-_IDS_COST = 8
 
 # How many decoders are asked for one count: one may just have died.
 _ASKED = 2
@@ -71,26 +77,35 @@ class Counter:
         models: Collection[str] = (),
     ) -> None:
         """`process` counts bodies of `large` bytes or more; without it, all that `local` counts is counted in
-        the loop. `models`: names of those that `local` is for; none: for all."""
-        self._local = local
+        the loop. `models`: names of those that are counted here; none: all."""
+        self._here: Place | None = None if local is None else InLoop(local, process, large)
         self._models = frozenset(models)
-        self._differing: set[str] = set()  # models that engines count otherwise
+        self._differing: dict[Engine, _Differing] = {}
+        self._unavailable = ""  # why nothing could be counted here the last time
         self._legs = legs
         self._fleet = fleet
-        self._process = process
-        self._large = large
+
+    @property
+    def here(self) -> Place | None:
+        """Where prompts are counted without asking an engine, if anywhere."""
+        return self._here
+
+    @property
+    def differing(self) -> dict[Engine, int]:
+        """Engines that were found to count otherwise than here, and how often they had been lost by then."""
+        return {engine: found.losses for engine, found in self._differing.items()}
 
     async def count(self, api: Api, body: Body) -> Prompt:
         """Count a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered."""
-        if self._local is not None and self._counts(body.get("model")):
+        if self._here is not None and self._counts(body.get("model")):
             try:
-                if self._process is not None and self._is_large(api, body):
-                    ids = await self._process.count(api, body.data)
-                else:
-                    ids = _render(self._local, api, body.decoded()).ids
+                ids = await self._here.count(api, body)
+                self._unavailable = ""
                 return Prompt(len(ids), ids)
             except Unavailable as reason:
-                logger.warning("a long prompt is counted by an engine: %s", reason)
+                if self._unavailable != str(reason):
+                    self._unavailable = str(reason)
+                    logger.warning("prompts are counted by engines: %s", reason)
             except NotExact as reason:
                 logger.debug("count by the engine: %s", reason)
             except BadPrompt as error:
@@ -116,33 +131,50 @@ class Counter:
         """Whether prompts for a model are counted here."""
         if model is None:  # the engines' own, whichever it is
             return not self._differing and (not self._models or self._fleet.names <= self._models)
-        return model not in self._differing and (not self._models or model in self._models)
-
-    def _is_large(self, api: Api, body: Body) -> bool:
-        size = len(body.data)
-        if size >= self._large:
-            return True
-        # A number is an object, so a list of ids costs many times what a text of its size does.
-        return (
-            api is Api.COMPLETIONS
-            and size * _IDS_COST >= self._large
-            and body.picked(("prompt",)).startswith(b'{"prompt":[')
-        )
+        if any(model in found.names for found in self._differing.values()):
+            return False
+        return not self._models or model in self._models
 
     async def check(self, decoder: Engine, model: str) -> None:
         """Compare local counting with an engine's own, once it is up; where they differ, engines count for
         its models from then on."""
-        if self._local is None:
-            return
-        if self._counts(model) and await self._differs(self._local, decoder, model):
-            self._differing |= decoder.model_ids | {model}
+        compared: Place | None = None
+        while self._here is not None and self._here is not compared:  # another may have come meanwhile
+            compared = self._here
+            if self._counts(model) and await self._differs(compared, decoder, model):
+                self._differing[decoder] = _Differing(decoder.losses, decoder.model_ids | {model})
         told = all(e.models for e in self._fleet.engines if e.answers)
         if told and not any(map(self._counts, self._models or self._fleet.names)):
-            self._local = None  # it is for no model here
-            if self._process is not None:
-                await self._process.aclose()
+            await self.leave()  # it is for no model here
 
-    async def _differs(self, local: PromptCounter, decoder: Engine, model: str) -> bool:
+    async def use(self, here: Place) -> Engine | None:
+        """Count prompts there from now on, once the engines in use are found to count alike. Else it is
+        closed, and the one that does not is returned. Meanwhile engines count."""
+        await self.leave()
+        self._differing.clear()
+        compared: set[tuple[Engine, int]] = set()
+        try:
+            while new := [e for e in self._fleet.engines if _in_use(e) and (e, e.losses) not in compared]:
+                for engine in new:
+                    compared.add((engine, engine.losses))
+                    names = [card["id"] for card in engine.models if "id" in card]
+                    model = next(filter(self._counts, names), None)
+                    if model is not None and await self._differs(here, engine, model):
+                        await here.aclose()
+                        return engine
+        except BaseException:
+            await here.aclose()
+            raise
+        self._here = here
+        return None
+
+    async def leave(self) -> None:
+        """Have engines count everything."""
+        here, self._here = self._here, None
+        if here is not None:
+            await here.aclose()
+
+    async def _differs(self, here: Place, decoder: Engine, model: str) -> bool:
         samples: list[tuple[Api, dict[str, Any]]] = [
             (Api.COMPLETIONS, {"model": model, "prompt": _SAMPLE}),
             (Api.CHAT, {"model": model, "messages": [{"role": "user", "content": _SAMPLE}]}),
@@ -150,22 +182,22 @@ class Counter:
         for api, sample in samples:
             body = Body.parse(msgspec.json.encode(sample))
             try:
-                here = _render(local, api, sample).ids
+                ids = list(await here.sample(api, body))
                 there = await self._tokenize(decoder, api, body)
-            except (NotExact, BadPrompt, ApiError, LegFailed) as reason:
+            except (NotExact, BadPrompt, Unavailable, ApiError, LegFailed) as reason:
                 # No chat template, or no /tokenize: nothing to compare for this kind of request.
                 logger.warning("token count of %s not compared with %s: %s", api.value, decoder.url, reason)
                 continue
-            if len(here) != there.count or here != (there.tokens or here):
+            if len(ids) != there.count or ids != (there.tokens or ids):
                 logger.error(
                     "token %s differ for %s: %d here, %d at %s. Every prompt of its models is now counted by "
-                    "an engine's /tokenize, which is slower; check --model-path, --tokenizer, "
-                    "--chat-template, --counted-model.",
-                    "ids" if len(here) == there.count else "counts",
+                    "an engine's /tokenize, which is slower; %s.",
+                    "ids" if len(ids) == there.count else "counts",
                     api.value,
-                    len(here),
+                    len(ids),
                     there.count,
                     decoder.url,
+                    here.advice,
                 )
                 return True
         return False
@@ -207,5 +239,6 @@ def _kept(count: int, body: Body) -> int:
     return min(count, most) if isinstance(most, int) and most > 0 else count
 
 
-def _render(local: PromptCounter, api: Api, body: Mapping[str, Any]) -> Tokens:
-    return local.chat(body) if api is Api.CHAT else local.completion(body)
+def _in_use(engine: Engine) -> bool:
+    """Whether an engine generates answers now, and has told its models."""
+    return engine.answers and engine.state is not State.WAITING and bool(engine.models)

@@ -9,7 +9,8 @@ A frame is one byte that says what it is, the length of the rest (4 bytes, littl
 
 | from the process | rest |
 |---|---|
-| READY | nothing; the tokenizer is loaded |
+| READY | JSON [why no text, why no chat can be counted, each empty where it can], or nothing |
+| UNUSABLE | JSON message: the tokenizer cannot be loaded; the last frame |
 | IDS | token ids, 4 bytes each in the machine's order |
 | NOT_EXACT | JSON [reason, detail] |
 | BAD_PROMPT, BAD_BODY | JSON [message, param or null] |
@@ -35,6 +36,7 @@ class Kind(IntEnum):
     NOT_EXACT = 18
     BAD_PROMPT = 19
     BAD_BODY = 20
+    UNUSABLE = 21
 
 
 def header(kind: Kind, rest: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Large prompts are counted in a process of its own, so that the loop stays free for streams.
+"""Prompts are counted in a process of its own, so that the loop stays free for streams.
 
 One child for the length of the router, started at once; requests wait their turn in a bounded queue. A child
 that dies, or takes far too long, is replaced; the request that it had in hand fails with `Unavailable`, and
@@ -37,6 +37,9 @@ _KINDS = {Api.CHAT: Kind.CHAT, Api.COMPLETIONS: Kind.COMPLETION}
 # Bytes read at once from the child: ids of a long prompt are hundreds of kilobytes.
 _READ = 2**20
 
+# Bytes of bodies that are handed to the child at once: their ids fit into what is read at once.
+_BATCH = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -52,6 +55,23 @@ class Limits:
 
 class Unavailable(Exception):
     """The process cannot count this prompt now."""
+
+
+class Unusable(Unavailable):
+    """The tokenizer's files cannot be used: what is wrong, in which file, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Why text, and why chats, cannot be counted at all with the files that the process has loaded; "" where
+    they can."""
+
+    inexact_text: str = ""
+    inexact_chat: str = ""
+
+
+class _CannotLoad(ValueError):
+    """The child said so, and ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +103,8 @@ class CountingProcess:
         self._deaths = 0
         self._not_before = clock()
         self._task: asyncio.Task[None] | None = None
+        self._loaded: Loaded | Unavailable = Unavailable("the counting process has not started")
+        self._tried = asyncio.Event()
 
     async def __aenter__(self) -> CountingProcess:
         self._task = asyncio.create_task(self._run())
@@ -100,6 +122,14 @@ class CountingProcess:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+
+    async def ready(self) -> Loaded:
+        """Wait until the process has loaded the tokenizer. Raises Unavailable where its first try failed,
+        Unusable where another would not help."""
+        await self._tried.wait()
+        if isinstance(self._loaded, Unavailable):
+            raise self._loaded
+        return self._loaded
 
     @property
     def pid(self) -> int | None:
@@ -137,36 +167,58 @@ class CountingProcess:
     async def _run(self) -> None:
         try:
             while True:
-                with suppress(Unavailable):
+                try:
                     await self._living_child()
+                except Unavailable as error:
+                    if not self._tried.is_set():
+                        self._loaded = error
+                self._tried.set()
                 while not self._jobs:
                     self._more.clear()
                     await self._more.wait()
-                job = self._jobs[0]
-                try:
-                    answer = await self._ask(job)
-                except Unavailable as error:
-                    if not job.answer.done():
-                        job.answer.set_exception(error)
-                else:
-                    if not job.answer.done():
-                        job.answer.set_result(answer)
-                self._forget(job)
+                await self._ask(self._batch())
         finally:
+            self._tried.set()
             for job in self._jobs:
                 if not job.answer.done():
                     job.answer.set_exception(Unavailable("the counting process has ended"))
             await self._end_child()
 
-    async def _ask(self, job: _Job) -> tuple[Kind, bytes]:
-        child = await self._living_child()
+    def _batch(self) -> list[_Job]:
+        """The jobs to hand over now: the first in the queue, and while they are small those behind it, lest
+        each wait for a turn of a busy loop."""
+        batch: list[_Job] = []
+        size = 0
+        for job in self._jobs:
+            size += len(job.data)
+            if batch and size > _BATCH:
+                break
+            batch.append(job)
+        return batch
+
+    async def _ask(self, batch: list[_Job]) -> None:
+        """Have prompts counted, in their order. Those that are not when the child fails get Unavailable."""
+        failed: Unavailable | None = None
         try:
+            child = await self._living_child()
             async with asyncio.timeout(self._limits.longest):
-                await _send(child, job.kind, job.data)
-                return await _receive(child)
+                for job in batch:
+                    _write(child, job.kind, job.data)
+                await _drain(child)
+            for job in batch:
+                async with asyncio.timeout(self._limits.longest):
+                    answer = await _receive(child)
+                if not job.answer.done():
+                    job.answer.set_result(answer)
+        except Unavailable as error:
+            failed = error
         except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
             await self._bury(error)
-            raise Unavailable("the counting process failed") from None
+            failed = Unavailable("the counting process failed")
+        for job in batch:
+            if failed is not None and not job.answer.done():
+                job.answer.set_exception(Unavailable(str(failed)))
+            self._forget(job)
 
     async def _living_child(self) -> Process:
         """The child, replaced if it is dead. Raises Unavailable."""
@@ -183,12 +235,18 @@ class CountingProcess:
         )
         try:
             async with asyncio.timeout(self._limits.longest):
-                await _send(child, Kind.CONFIG, self._config)
-                kind, _ = await _receive(child)
+                _write(child, Kind.CONFIG, self._config)
+                await _drain(child)
+                kind, rest = await _receive(child)
+            if kind is Kind.UNUSABLE:
+                raise _CannotLoad(msgspec.json.decode(rest))
             if kind is not Kind.READY:
                 raise ValueError(f"{kind.name} came first")
+            self._loaded = Loaded(*msgspec.json.decode(rest)) if rest else Loaded()
         except (OSError, EOFError, ValueError) as error:
             await self._bury(error)
+            if isinstance(error, _CannotLoad):
+                raise Unusable(str(error)) from None
             raise Unavailable("the counting process does not start") from None
         logger.info("counting process %d is ready after %.2f s", child.pid, self._clock() - started)
         return child
@@ -199,8 +257,11 @@ class CountingProcess:
         self._deaths += 1
         again = self._deaths > 1 and self._clock() - self._started < self._limits.lives
         self._not_before = self._started + self._limits.lives if again else self._clock()
+        if isinstance(error, _CannotLoad):
+            logger.error("the counting process cannot load the tokenizer, so engines count: %s", error)
+            return
         logger.error(
-            "the counting process %s and is %s; meanwhile engines count long prompts",
+            "the counting process %s and is %s; meanwhile engines count its prompts",
             f"took over {self._limits.longest:g} s"
             if isinstance(error, TimeoutError)
             else f"died ({type(error).__name__})",
@@ -222,10 +283,14 @@ class CountingProcess:
         await child.wait()
 
 
-async def _send(child: Process, kind: Kind, rest: bytes) -> None:
+def _write(child: Process, kind: Kind, rest: bytes) -> None:
     assert child.stdin is not None
     child.stdin.write(header(kind, rest))
     child.stdin.write(rest)
+
+
+async def _drain(child: Process) -> None:
+    assert child.stdin is not None
     await child.stdin.drain()
 
 

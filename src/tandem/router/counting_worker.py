@@ -16,13 +16,14 @@ from typing import IO
 import msgspec
 
 from tandem.config import RouterConfig
-from tandem.prompt import BadPrompt, NotExact, PromptCounter
+from tandem.prompt import BadPrompt, LoadError, NotExact, PromptCounter
 from tandem.router.body import Body
 from tandem.router.counting_frames import HEADER, Kind, header
 from tandem.router.errors import ApiError
 from tandem.router.local_counter import load_counter
 
 _NICE = 10
+"""Where cores are few, streams go first; unless the command says otherwise."""
 
 
 def answer(counter: PromptCounter, kind: Kind, data: bytes) -> tuple[Kind, bytes]:
@@ -42,13 +43,17 @@ def answer(counter: PromptCounter, kind: Kind, data: bytes) -> tuple[Kind, bytes
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Work until `requests` ends."""
     _, data = _read(requests)
-    # The router has loaded the same files, and has said what is to be said of them.
+    # The router says what is to be said of the files.
     logging.disable(logging.CRITICAL)
-    counter = load_counter(msgspec.json.decode(data, type=RouterConfig))
+    try:
+        counter = load_counter(msgspec.json.decode(data, type=RouterConfig))
+    except (LoadError, OSError) as error:
+        _write(answers, Kind.UNUSABLE, msgspec.json.encode(str(error)))
+        return
     logging.disable(logging.NOTSET)
     if counter is None:
         raise ValueError("the configuration names no tokenizer")
-    _write(answers, Kind.READY, b"")
+    _write(answers, Kind.READY, msgspec.json.encode([counter.inexact_text, counter.inexact_chat]))
     while True:
         kind, data = _read(requests)
         _write(answers, *answer(counter, kind, data))
@@ -76,8 +81,7 @@ def main() -> None:
     # Signals to the router's group are the router's to act on: it may drain for a while, and still counts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Where cores are few, streams go first.
-    os.nice(_NICE)
+    os.nice(int(sys.argv[1]) if len(sys.argv) > 1 else _NICE)
     # What a library prints must not get among the frames.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

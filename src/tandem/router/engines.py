@@ -68,6 +68,13 @@ class Engine:
     """Counts the processes that it has been."""
     alarm: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is to be looked at now."""
+    doubted: bool = False
+    """Whether it is to tell at the next look whether it is still the process that it was."""
+
+    def doubt(self) -> None:
+        """Have it looked at now: it may be gone, or be another process already."""
+        self.doubted = True
+        self.alarm.set()
 
     @contextmanager
     def busy(self, tokens: int = 0) -> Iterator[Callable[[], None]]:

@@ -31,6 +31,7 @@ from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handover, Handovers
 from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
+from tandem.router.invocations import invoked
 from tandem.router.job import Job, Path, Reason
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.metrics import Metrics
@@ -69,8 +70,8 @@ class Flow:
         self._fallbacks = 0
         self._fallback_tokens = 0
 
-    async def serve(self, request: Request, responder: Responder, api: Api) -> None:
-        """Answer one generation request, whatever happens to it."""
+    async def serve(self, request: Request, responder: Responder, api: Api | None) -> None:
+        """Answer one generation request, whatever happens to it. `api`: None where its body says which."""
         rid = request_id(request)
         job: Job | None = None
         admitted, outcome = False, "failed"
@@ -100,11 +101,13 @@ class Flow:
             if job is not None and job.prompt.tokens is not None:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
 
-    def accept(self, request: Request, responder: Responder, api: Api, rid: str = "-") -> Job:
+    def accept(self, request: Request, responder: Responder, api: Api | None, rid: str = "-") -> Job:
         """Read a request. Raises ApiError for one that may not be served."""
         arrived = self._clock()
         body = Body.parse(request.body)
         refuse_internal(body, request.headers)
+        if api is None:
+            api, body = invoked(request, body)
         model = self._check_model(body)
         return Job(
             request=request,
@@ -336,7 +339,7 @@ class Flow:
     def _note_failure(self, job: Job, failure: LegFailed) -> None:
         self._count_failure(job, failure)
         if failure.reply is None:
-            failure.engine.alarm.set()  # it may be gone, or be another process already
+            failure.engine.doubt()
         if failure.unreachable:
             self._fleet.lost(failure.engine, f"cannot be reached: {failure}")
         else:

@@ -261,7 +261,7 @@ class Handover:
                     except LegFailed as failure:
                         refusals += failure.reply is not None
                         if failure.reply is None:
-                            self._decoder.alarm.set()
+                            self._decoder.doubt()
                         logger.warning("KV on %s is not released yet: %s", self._decoder.url, failure)
             if refusals >= pace.refusals and not self._prefilled:
                 return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.router.budgets import Budgets
+from tandem.router.discovery import Source
 from tandem.router.engines import State
 from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
@@ -30,8 +31,10 @@ class Metrics:
         line: Line,
         handovers: Handovers,
         knowledge: Collector | None = None,
+        sources: Callable[[], list[Source]] = list,
     ) -> None:
-        """`knowledge`: what is to be told of the KV index."""
+        """`knowledge`: what is to be told of the KV index. `sources`: how it stands with the sources of
+        engines."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
@@ -82,6 +85,7 @@ class Metrics:
         if knowledge is not None:
             self.registry.register(knowledge)
         self.registry.register(_Waiting(gate, line, handovers))
+        self.registry.register(_Sources(sources))
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -162,3 +166,21 @@ class _Waiting(Collector):
         yield running
         yield waiting
         yield cleaning
+
+
+class _Sources(Collector):
+    """How old the news of engines are that come by a watch."""
+
+    def __init__(self, sources: Callable[[], list[Source]]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        age = GaugeMetricFamily(
+            "tandem_discovery_age_seconds",
+            "Time since a watched source of engines was last heard.",
+            labels=("source",),
+        )
+        for source in self._sources():
+            if source.age is not None:
+                age.add_metric((source.name,), source.age)
+        yield age

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from tandem.config import EngineSpec, RouterConfig, dns_source
+from tandem.config import EngineSpec, RouterConfig, dns_source, kubernetes_source
 from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.dns import DnsDiscovery
 from tandem.router.discovery.file import FileDiscovery
@@ -16,8 +16,9 @@ _FLAGS = {"prefill": EngineRole.PREFILL, "decode": EngineRole.DECODE, "engine": 
 
 
 def discovery(config: RouterConfig) -> MergedDiscovery:
-    """The engines of the command line, of `--discover-file` and of each `--discover-dns`; of one that
-    several name, the first in this order counts. Raises ValueError where a DNS name cannot be one."""
+    """The engines of the command line, of `--discover-file`, of each `--discover-dns` and of
+    `--discover-kubernetes`; of one that several name, the first in this order counts. Raises ValueError where
+    a DNS name cannot be one."""
     sources: dict[str, Discovery] = {}
     given = [_placed(spec, role, config) for flag, role in _FLAGS.items() for spec in config.specs(flag)]
     if given:
@@ -33,6 +34,15 @@ def discovery(config: RouterConfig) -> MergedDiscovery:
         except ValueError as error:
             raise ValueError(f"--discover-dns: {error}") from None
         sources[f"DNS {text}"] = source
+    if config.discover_kubernetes is not None:
+        # A client of the API server, which no other source needs.
+        from tandem.router.discovery.kubernetes import KubernetesDiscovery
+
+        sources[f"Kubernetes {config.discover_kubernetes}"] = KubernetesDiscovery(
+            *kubernetes_source(config.discover_kubernetes),
+            subscriptions=config.subscription,
+            stale_after=config.discovery_stale_after,
+        )
     return MergedDiscovery(sources)
 
 

@@ -21,6 +21,9 @@ class Source:
     name: str
     engines: int
     trouble: str | None
+    age: float | None = None
+    """Seconds since a source that is watched was last heard, infinite before the first time; None for one
+    that is asked again and again, or never changes."""
 
 
 class MergedDiscovery:
@@ -43,15 +46,23 @@ class MergedDiscovery:
         self._twice: set[tuple[str, str, str]] = set()
 
     def sources(self) -> list[Source]:
-        """How it stands with each source. Its trouble is what its attribute `trouble` says, if it has one."""
+        """How it stands with each source. Its trouble and age are what its attributes `trouble` and `age`
+        say, if it has them."""
         return [
             Source(
                 name,
                 len(self._found.get(name, ())),
                 self._failures.get(name) or getattr(source, "trouble", None),
+                getattr(source, "age", None),
             )
             for name, source in self._sources.items()
         ]
+
+    @property
+    def missing(self) -> str | None:
+        """Why a source, by its attribute `missing`, knows too little for a router to be ready, if so."""
+        told = (getattr(source, "missing", None) for source in self._sources.values())
+        return next(filter(None, told), None)
 
     async def watch(self) -> AsyncIterator[frozenset[Member]]:
         """See `Discovery.watch`. Begins with the first source that has spoken, and never ends."""
