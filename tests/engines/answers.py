@@ -63,7 +63,7 @@ def fresh_prompt(counter: PromptCounter, tokens: int) -> list[int]:
 
 
 async def greedy(
-    client: httpx.AsyncClient, url: str, prompt: list[int], *, max_tokens: int = 64, **fields: Any
+    client: httpx.AsyncClient, url: str, prompt: list[int], *, max_tokens: int = 32, **fields: Any
 ) -> Greedy:
     """Complete a prompt at temperature 0, to the full length."""
     body = {

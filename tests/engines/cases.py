@@ -29,6 +29,7 @@ class Case:
 MODEL = "smollm2"
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
+INVOCATION = "/invocations"
 FRANCE = "What is the capital of France?"
 USAGE = {"include_usage": True}
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
@@ -130,6 +131,43 @@ def talk(messages: Json) -> Json:
 
 _SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
 _TEXT = (("content-type", "text/plain"),)
+_ADAPTER = "x-amzn-sagemaker-adapter-identifier"
+_SESSION = "x-amzn-sagemaker-session-id"
+
+INVOCATIONS: dict[str, Json] = {
+    "a chat": chat(),
+    "a chat stream": chat(stream=True),
+    "a completion": completion(),
+    "a completion stream": completion(stream=True, stream_options=USAGE),
+    "a list of prompts": completion(["a b", "c d"]),
+    "messages and a prompt": chat(prompt="a"),
+    "no model named": {"prompt": "a", **_SHORT},
+    "a model that is not there": chat(model="nope"),
+    "a number for a model": completion(model=5),
+    "a message without a role": {"messages": [{"content": "x"}]},
+    "a message without a role, and a prompt": completion(messages=[{"content": "x"}]),
+    "a text for messages": {"messages": "x"},
+    "a text for messages, and a prompt": completion(messages="x"),
+    "null for messages": {"messages": None},
+    "null for messages, and a prompt": completion(messages=None),
+    "no messages": talk([]),
+    "no messages, and a prompt": completion(messages=[]),
+    "a list for a temperature": chat(temperature=[]),
+    "a list for a temperature, and a prompt": chat(temperature=[], prompt="a"),
+    "top_p above 1": chat(top_p=2),
+    "a template": chat(chat_template="x"),
+    "no tools": chat(tools=[]),
+    "an empty prompt": completion(""),
+    "null for a prompt": completion(None),
+    "a number for a prompt": completion(5),
+    "embeddings for a prompt": {"prompt_embeds": "x"},
+    "a text to embed": {"model": MODEL, "input": "x"},
+    "nothing": {},
+    "a new session": {"requestType": "NEW_SESSION"},
+    "an end of a session": {"requestType": "CLOSE"},
+    "an unknown kind of session": {"requestType": "zork"},
+    "a session and a prompt": completion(requestType="NEW_SESSION"),
+}
 
 CASES = [
     Case("health", "GET", "/health"),
@@ -248,6 +286,32 @@ CASES = [
     Case("ids longer than the context by one", "POST", COMPLETION, completion([5] * 8_193)),
     Case("texts, one longer than the context", "POST", COMPLETION, completion(["a " * 9_000, "b"])),
     *(Case(f"messages: {value!r}", "POST", CHAT, {**chat(), "messages": value}) for value in (None, 5, "x")),
+    *(Case(f"invocation: {name}", "POST", INVOCATION, body) for name, body in INVOCATIONS.items()),
+    *(
+        Case(f"invocation of the adapter {name!r}", "POST", INVOCATION, chat(), headers=((_ADAPTER, name),))
+        for name in (MODEL, "nope", "")
+    ),
+    *(
+        Case(
+            f"invocation in the session {name!r}",
+            "POST",
+            INVOCATION,
+            completion(),
+            headers=((_SESSION, name),),
+        )
+        for name in ("x", "")
+    ),
+    *(
+        Case(f"invocation, raw: {raw!r}", "POST", INVOCATION, raw=raw)
+        for raw in ("", '{"a": ', "{}x", "[]", "null", "5", "1.5", "true", '"x"', '"requestType"')
+    ),
+    Case("invocation, not said to be JSON", "POST", INVOCATION, raw="{}", headers=_TEXT),
+    Case(
+        "invocation, own request id", "POST", INVOCATION, completion(), headers=(("x-request-id", "abc-3"),)
+    ),
+    Case("invocation, wrong method", "GET", INVOCATION),
+    Case("ping, only the head", "HEAD", "/ping"),
+    Case("ping, by POST", "POST", "/ping", {}),
     *(
         Case(f"within a message: {name}", "POST", CHAT, talk(messages))
         for name, messages in WRONG_MESSAGES.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -22,20 +21,20 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from tandem.config import RouterConfig, Subscription
+from tandem.config import Subscription
 from tandem.engine import cpu
 from tandem.engine.kv_events import kv_events_config
 from tandem.engine.roles import API_SERVER
 from tandem.local import launch
 from tandem.local.plan import read_endpoint
 from tandem.prompt import PromptCounter, load
-from tandem.router.app import running
 from tandem.sim import EngineSpec, Fleet, parse
 
 from .pairs import Both, EventSource, Pair
 
 START_SECONDS = 240
-KV_BLOCKS = 70
+CONTEXT = 4096
+KV_BLOCKS = 40
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -114,7 +113,7 @@ def stop_up(up: Up, number: int = signal.SIGTERM) -> int:
 
 def with_kv_events(folder: Path) -> Path:
     """A manifest: the built-in endpoint, but that its engines publish KV events, and that their caches hold
-    little more than one full context, so that a test can fill them."""
+    little more than one full context, which is half as long, so that a test can soon fill them."""
     _, manifest = read_endpoint(None)
     for role, spec in (("prefill", "prefillSpec"), ("decode", "decodingSpec")):
         events = {
@@ -126,7 +125,9 @@ def with_kv_events(folder: Path) -> Path:
         }
         settings = manifest["spec"]["pdSpec"][spec]
         settings["args"] = [*settings.get("args", []), "--kv-events-config", json.dumps(events)]
-    manifest["spec"]["worker"]["args"] += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
+    manifest["spec"]["worker"]["args"] += [
+        *("--max-model-len", str(CONTEXT), "--num-gpu-blocks-override", str(KV_BLOCKS)),
+    ]
     file = folder / "endpoint.yaml"
     file.write_text(yaml.safe_dump(manifest), "utf-8")
     return file
@@ -212,7 +213,7 @@ def roleless_engines(
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             engines[f"http://127.0.0.1:{port}"] = EventSource(where.events, str(where.replay))
         for i, url in enumerate(engines):
-            wait_healthy(processes[i], url, folder / f"engine-{i}.log")
+            wait_for(processes[i], f"{url}/health", folder / f"engine-{i}.log")
         yield engines
     finally:
         for process in processes:
@@ -221,11 +222,12 @@ def roleless_engines(
             process.wait(60)
 
 
-def wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Until a page of a process is there."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
+            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
                 return
         time.sleep(0.25)
     pytest.fail(f"{url} did not start (exit code {process.poll()}):\n{log.read_text('utf-8', 'replace')}")
@@ -244,21 +246,21 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture
-async def always(smollm2: Up) -> AsyncIterator[str]:
+@pytest.fixture(scope="session")
+def always(smollm2: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a second router before the same engines, which disaggregates every prompt."""
-    config = RouterConfig(
-        port=0,
-        prefill=tuple(smollm2.prefill),
-        decode=tuple(smollm2.decode),
-        routing_threshold=0,
-        model_path=smollm2.plan["model"],
-        explain=True,
-        drain_timeout=5.0,
-    )
-    async with running(config, load(Path(smollm2.plan["model"]))) as (server, _):
-        url = f"http://127.0.0.1:{server.port}"
-        async with httpx.AsyncClient(trust_env=False) as client:
-            while (await client.get(f"{url}/ready")).status_code != 200:
-                await asyncio.sleep(0.1)
+    log, port = tmp_path_factory.mktemp("always") / "router.log", free_port()
+    command = [
+        *(sys.executable, "-m", "tandem", "router", "--port", str(port)),
+        *("--prefill", *smollm2.prefill, "--decode", *smollm2.decode, "--routing-threshold", "0"),
+        *("--model-path", smollm2.plan["model"], "--explain", "--drain-timeout", "5"),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(process, f"{url}/ready", log)
         yield url
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0

@@ -15,7 +15,7 @@ from tandem.bench.scrape import scrape
 from tandem.prompt import PromptCounter
 
 from .answers import fresh_prompt
-from .conftest import Up
+from .conftest import CONTEXT, Up
 
 ODD_CHATS = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -80,7 +80,7 @@ async def test_a_stream_and_a_whole_answer_say_the_same(
 
 async def test_models_metrics_and_errors(smollm2: Up, client: httpx.AsyncClient) -> None:
     (model,) = (await client.get(f"{smollm2.url}/v1/models")).json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("smollm2", 8192)
+    assert (model["id"], model["max_model_len"]) == ("smollm2", CONTEXT)
     assert (await client.get(f"{smollm2.url}/health")).status_code == 200
     assert "tandem_requests_total" in (await client.get(f"{smollm2.url}/metrics")).text
     unknown = await client.post(f"{smollm2.url}/v1/completions", json={"model": "x", "prompt": "y"})
@@ -92,10 +92,10 @@ async def test_a_prompt_longer_than_the_context_is_refused_before_any_prefill(
     smollm2: Up, client: httpx.AsyncClient, counter: PromptCounter
 ) -> None:
     before = await scrape(client, smollm2.prefill[0])
-    prompt = fresh_prompt(counter, 8192) + [1] * 10
+    prompt = fresh_prompt(counter, CONTEXT) + [1] * 10
     answer = await client.post(f"{smollm2.url}/v1/completions", json={"prompt": prompt, "max_tokens": 5})
     assert answer.status_code == 400
-    assert "8192" in answer.json()["error"]["message"]
+    assert str(CONTEXT) in answer.json()["error"]["message"]
     assert (await scrape(client, smollm2.prefill[0])).prompt_tokens == before.prompt_tokens
 
 

@@ -17,7 +17,10 @@ BLOCK_TOKENS = 128
 """vLLM's block size on CPU."""
 
 
-@pytest.mark.parametrize("tokens", [30, 300, 900, 1800, 3000])
+LONG = [pytest.param(tokens, marks=pytest.mark.slow) for tokens in (1800, 3000)]
+
+
+@pytest.mark.parametrize("tokens", [30, 300, 900, *LONG])
 async def test_disaggregated_equals_alone(
     smollm2: Up, always: str, client: httpx.AsyncClient, counter: PromptCounter, tokens: int
 ) -> None:
@@ -26,7 +29,7 @@ async def test_disaggregated_equals_alone(
     assert answer.headers["x-tandem-path"] == "disaggregated"
     assert answer.headers["x-tandem-prompt-tokens"] == str(answer.prompt_tokens) == str(tokens)
     reference = await greedy(client, smollm2.decode[0], prompt, cache_salt="alone")
-    assert len(answer.ids) == 64
+    assert len(answer.ids) == 32
     assert judge(answer, reference, f"{tokens} tokens").acceptable
 
 
@@ -62,11 +65,11 @@ async def test_the_decoders_own_prefix_hit_gives_the_same_tokens(
 async def test_eight_mixed_requests_at_once_are_all_right(
     smollm2: Up, client: httpx.AsyncClient, counter: PromptCounter
 ) -> None:
-    lengths = [20, 1100, 60, 200, 1400, 40, 1025, 500]
+    lengths = [20, 1100, 60, 200, 1030, 40, 1025, 300]
     prompts = [fresh_prompt(counter, n) for n in lengths]
-    answers = await asyncio.gather(*(greedy(client, smollm2.url, p, max_tokens=24) for p in prompts))
+    answers = await asyncio.gather(*(greedy(client, smollm2.url, p, max_tokens=16) for p in prompts))
     for n, prompt, answer in zip(lengths, prompts, answers, strict=True):
         expected = "disaggregated" if n >= 1024 else "decode_only"
         assert answer.headers["x-tandem-path"] == expected
-        reference = await greedy(client, smollm2.decode[0], prompt, max_tokens=24, cache_salt="alone")
+        reference = await greedy(client, smollm2.decode[0], prompt, max_tokens=16, cache_salt="alone")
         assert judge(answer, reference, f"{n} tokens, {expected}").acceptable

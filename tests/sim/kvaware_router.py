@@ -115,7 +115,7 @@ class Router:
     def look(self) -> None:
         """Have every engine looked at now, not in a few seconds."""
         for engine in self.app.fleet.engines:
-            engine.alarm.set()
+            engine.doubt()
 
     async def _ask(
         self, port: int, method: str, path: str, headers: Headers | None = None, body: bytes = b""

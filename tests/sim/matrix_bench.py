@@ -135,9 +135,9 @@ class Bench:
             return {**body, "messages": [{"role": "user", "content": " ".join(map(str, prompt))}]}
         return {**body, "prompt": prompt}
 
-    async def ask(self, body: dict[str, Any]) -> Answer:
-        """One request to the router."""
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async def ask(self, body: dict[str, Any], path: str = "") -> Answer:
+        """One request to the router; the path is that of the body's API unless it is given."""
+        path = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
         fields = [(b"content-type", b"application/json"), (b"x-tandem-explain", b"1")]
         started, pieces, answer = self.sims.now(), [], Answer(0, [], b"", 0.0)
         origin = Origin.parse(f"http://127.0.0.1:{self.server.port}")

@@ -74,6 +74,14 @@ async def test_several_engines_with_their_own_ports(tmp_path: Path) -> None:
                 assert (await client.get(f"{url}/sim/faults")).json() == {"faults": ["delay=0.01"]}
 
 
+async def test_model_files_are_served_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for switch, status in ((["--serve-model-files"], 200), ([], 404)):
+        words = ["--port", "0", *switch, "--", "--model", str(tmp_path)]
+        async with sim(*words) as ((url,), _), httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{url}/tandem/model/config.json")).status_code == status
+
+
 async def test_a_crashed_engine_ends_its_process_with_a_failure() -> None:
     async with sim("--port", "0", "--", *flags()) as ((url,), child):
         async with httpx.AsyncClient(timeout=30, trust_env=False) as client:

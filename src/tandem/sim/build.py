@@ -21,6 +21,7 @@ from tandem.sim.events import EventsConfig, Publisher
 from tandem.sim.generation import ServingOptions
 from tandem.sim.handoff import HandOff, Network, NoHandOff
 from tandem.sim.metrics import Metrics
+from tandem.sim.model_files import ModelFiles
 from tandem.sim.nixl import Nixl
 from tandem.sim.scheduler import Limits
 from tandem.sim.server import EngineServer, Listen
@@ -184,8 +185,11 @@ def build(
     network: Network,
     environment: Mapping[str, str],
     on_crash: Callable[[], None] = lambda: None,
+    serves_model_files: bool = False,
 ) -> EngineServer:
-    """An engine and its server, not started. Raises UsageError, or OSError for an events endpoint."""
+    """An engine and its server, not started. `serves_model_files`: those of its tokenizer's folder, too.
+
+    Raises UsageError, or OSError for an events endpoint."""
     profile = replace(profile, kv_bytes_per_token=kv_bytes_per_token(args, profile))
     engine_settings = settings(args, profile, environment)
     transfer = args.kv_transfer
@@ -225,7 +229,8 @@ def build(
     )
     if transfer is not None and transfer.engine_id:
         engine.engine_id = transfer.engine_id
-    server = EngineServer(engine, words, _options(args, engine_settings), place.listen, events)
+    files = ModelFiles(Path(args.tokenizer or args.model)) if serves_model_files else None
+    server = EngineServer(engine, words, _options(args, engine_settings), place.listen, events, files)
     _log(args, engine)
     return server
 

@@ -43,8 +43,10 @@ class Fleet:
         answer_tokens: tuple[int, int] = ANSWER_TOKENS,
         environment: Mapping[str, str] | None = None,
         network: Network | None = None,
+        serves_model_files: bool = False,
     ) -> None:
-        """`network`: of another fleet whose engines are to meet these without TCP; it is not closed here."""
+        """`network`: of another fleet whose engines are to meet these without TCP; it is not closed here.
+        `serves_model_files`: those of their tokenizers, as the proxy of a model pod does."""
         self.engines: list[EngineServer] = []
         self.on_crash: Callable[[], None] = lambda: None
         """Called after an engine died."""
@@ -54,6 +56,7 @@ class Fleet:
         self._time_scale = time_scale
         self._answer_tokens = answer_tokens
         self._environment = os.environ if environment is None else environment
+        self._serves_model_files = serves_model_files
         self._owns_network = network is None
         self.network = network or Network()
 
@@ -99,6 +102,7 @@ class Fleet:
                 network=self.network,
                 environment={**self._environment, **spec.environment},
                 on_crash=lambda: self.on_crash(),
+                serves_model_files=self._serves_model_files,
             )
             self.engines.append(server)
             await server.start()

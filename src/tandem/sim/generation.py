@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from tandem.http import Request
 from tandem.prompt import BadPrompt
-from tandem.sim import faults, intake, protocol, schema
+from tandem.sim import faults, intake, invocations, protocol, schema
 from tandem.sim.choice import Choice
 from tandem.sim.engine import Engine, EngineDead
 from tandem.sim.protocol import Wanted
@@ -84,10 +84,14 @@ class Generation:
         self._vocabulary = vocabulary
         self._options = options
 
-    async def answer(self, request: Request, wire: Wire, *, chat: bool) -> None:
-        """Raises Refused for an error answer, and `wire.Broken` where a fault ended it."""
+    async def answer(self, request: Request, wire: Wire, *, chat: bool | None) -> None:
+        """`chat`: None where the body says whether it is one. Raises Refused for an error answer, and
+        `wire.Broken` where a fault ended it."""
         own = self._own_faults(request)
-        body = protocol.decode(request.body, request.header(b"content-type"))
+        if chat is None:
+            chat, body = invocations.read(request)
+        else:
+            body = protocol.decode(request.body, request.header(b"content-type"))
         try:
             wanted, prompts, max_tokens = self._read(body, chat=chat)
         except Refused as refused:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import lru_cache
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    Summary,
-    generate_latest,
-)
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from tandem.sim.exposition import Histogram, Page, Value
 from tandem.sim.request import Finish, SimRequest
 from tandem.sim.scheduler import CacheCounters
 
@@ -126,6 +118,7 @@ _COUNTERS = {
     "estimated_read_bytes_per_gpu": "Estimated number of bytes read from memory per GPU.",
     "estimated_write_bytes_per_gpu": "Estimated number of bytes written to memory per GPU.",
 }
+_STARTED = "process_start_time_seconds"
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
 _FINISHES = ("stop", "length", "abort", "error", "repetition")
@@ -161,11 +154,11 @@ class Metrics:
         layers: int = 1,
     ) -> None:
         """`layers` of the model: KV of each is transferred as a piece of its own."""
-        self.registry = registry = CollectorRegistry()
+        self._page = page = Page()
         self._labels = {"model_name": model_name, "engine": "0"}
-        GCCollector(registry)
-        PlatformCollector(registry)
-        _Process(registry)
+        # To others each engine is a process of its own.
+        started = page.gauge(_STARTED, "Start time of the process since unix epoch in seconds.")
+        started.labels().set(time.time())
         self._nixl = _Nixl(self, layers) if nixl else None
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         buckets = token_buckets(max_model_len)
@@ -182,38 +175,22 @@ class Metrics:
         )
         self._running = self._gauge("num_requests_running", "Number of requests in model execution batches.")
         self._waiting = self._gauge("num_requests_waiting", "Number of requests waiting to be processed.")
-        reasons = Gauge(
-            "vllm:num_requests_waiting_by_reason",
-            "Number of waiting requests by reason.",
-            [*self._labels, "reason"],
-            registry=registry,
-        )
+        reasons = page.gauge("vllm:num_requests_waiting_by_reason", "Number of waiting requests by reason.")
         self._waiting_for = {r: reasons.labels(**self._labels, reason=r) for r in ("capacity", "deferred")}
         self._fetching = self._fetch_stages() if consumer else {}
         self._usage = self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
-        sleep = Gauge(
-            "vllm:engine_sleep_state",
-            "Engine sleep state.",
-            [*self._labels, "sleep_state"],
-            registry=registry,
-        )
+        sleep = page.gauge("vllm:engine_sleep_state", "Engine sleep state.")
         for state, value in (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)):
             sleep.labels(**self._labels, sleep_state=state).set(value)
-        rejections = Counter(
+        rejections = page.counter(
             "vllm:admission_rejections",
             "Number of admission attempts rejected by a queue limit, by reason.",
-            ["model_name", "reason"],
-            registry=registry,
         )
         for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
             rejections.labels(model_name=model_name, reason=reason)
-        Gauge(
-            "vllm:cache_config_info",
-            "Information of the LLMEngine CacheConfig",
-            [*cache_info, "engine"],
-            registry=registry,
-        ).labels(**cache_info, engine="0").set(1)
-        self._http = _Http(registry)
+        cache = page.gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig")
+        cache.labels(**cache_info, engine="0").set(1)
+        self._http = _Http(page)
         self._ttft = self._histograms["time_to_first_token_seconds"]
         self._itl = self._histograms["inter_token_latency_seconds"]
         self._generated = self._counters["generation_tokens"]
@@ -221,7 +198,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition format."""
-        return generate_latest(self.registry)
+        return _of_process(int(time.monotonic())) + self._page.text().encode()
 
     # What the engine reports
 
@@ -317,52 +294,47 @@ class Metrics:
 
     # Making them
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+    def _gauge(self, name: str, about: str) -> Value:
+        return self._page.gauge(f"vllm:{name}", about).labels(**self._labels)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, list(self._labels), registry=self.registry).labels(
-            **self._labels
-        )
+    def _counter(self, name: str, about: str) -> Value:
+        return self._page.counter(f"vllm:{name}", about).labels(**self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(
-            f"vllm:{name}", text, list(self._labels), buckets=list(buckets), registry=self.registry
-        ).labels(**self._labels)
+    def _histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
+        return self._page.histogram(f"vllm:{name}", about, buckets).labels(**self._labels)
 
-    def _labelled(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
-        counter = Counter(f"vllm:{name}", text, [*self._labels, label], registry=self.registry)
+    def _labelled(self, name: str, about: str, label: str, values: Iterable[str]) -> dict[str, Value]:
+        counter = self._page.counter(f"vllm:{name}", about)
         return {value: counter.labels(**self._labels, **{label: value}) for value in values}
 
-    def _fetch_stages(self) -> dict[str, Gauge]:
-        gauge = Gauge(
-            "vllm:num_requests_kv_fetch_by_stage",
-            "Number of waiting requests by async KV load stage.",
-            [*self._labels, "stage"],
-            registry=self.registry,
+    def _fetch_stages(self) -> dict[str, Value]:
+        gauge = self._page.gauge(
+            "vllm:num_requests_kv_fetch_by_stage", "Number of waiting requests by async KV load stage."
         )
         stages = ("waiting_to_start", "in_progress", "completed_waiting")
         return {stage: gauge.labels(**self._labels, stage=stage) for stage in stages}
 
 
 class _Process(ProcessCollector):
-    """The figures of this process; but started is what the engine was, which is a process to others."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._since = time.time()
-        super().__init__(registry=registry)
-
     def collect(self) -> Iterable[Metric]:
-        for family in super().collect():
-            if family.name == "process_start_time_seconds":
-                family = GaugeMetricFamily(family.name, family.documentation, value=self._since)
-            yield family
+        return [family for family in super().collect() if family.name != _STARTED]
+
+
+@lru_cache(maxsize=1)
+def _of_process(second: int) -> bytes:
+    """What is told of this process, for all engines in it, anew every second: to count its open files takes
+    longer than the rest of a page."""
+    registry = CollectorRegistry()
+    GCCollector(registry)
+    PlatformCollector(registry)
+    _Process(registry=registry)
+    return generate_latest(registry)
 
 
 class _Nixl:
     def __init__(self, metrics: Metrics, layers: int) -> None:
         self._layers = layers
-        make: Any = metrics._histogram
+        make = metrics._histogram
         self._seconds = make(
             "nixl_xfer_time_seconds", "Histogram of transfer duration for NIXL KV Cache transfers.", _TRANSFER
         )
@@ -403,34 +375,17 @@ class _Nixl:
 class _Http:
     """The HTTP server's own metrics, as vLLM's instrumentation names them."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter(
-            "http_requests",
-            "Total number of requests by method, status and handler.",
-            ["method", "status", "handler"],
-            registry=registry,
+    def __init__(self, page: Page) -> None:
+        self._requests = page.counter(
+            "http_requests", "Total number of requests by method, status and handler."
         )
-        self._in = Summary(
-            "http_request_size_bytes", "Content length of incoming requests.", ["handler"], registry=registry
-        )
-        self._out = Summary(
-            "http_response_size_bytes",
-            "Content length of outgoing responses.",
-            ["handler"],
-            registry=registry,
-        )
-        self._fine = Histogram(
-            "http_request_duration_highr_seconds",
-            "Latency with many buckets.",
-            buckets=_HTTP_FINE,
-            registry=registry,
-        )
-        self._coarse = Histogram(
-            "http_request_duration_seconds",
-            "Latency with few buckets by handler.",
-            ["handler", "method"],
-            buckets=(0.1, 0.5, 1),
-            registry=registry,
+        self._in = page.summary("http_request_size_bytes", "Content length of incoming requests.")
+        self._out = page.summary("http_response_size_bytes", "Content length of outgoing responses.")
+        self._fine = page.histogram(
+            "http_request_duration_highr_seconds", "Latency with many buckets.", _HTTP_FINE
+        ).labels()
+        self._coarse = page.histogram(
+            "http_request_duration_seconds", "Latency with few buckets by handler.", (0.1, 0.5, 1)
         )
 
     def observe(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tandem.sim import schema
-from tandem.sim.refusal import Refused, invalid, parameter
+from tandem.sim.refusal import MISTYPED, Refused, invalid, parameter
 from tandem.sim.request import Sampling
 
 _MAX_PROMPTS = 1024
@@ -21,22 +21,26 @@ _NOT_IN_SALT = frozenset("@/\\\0")
 
 def decode(raw: bytes, content_type: bytes | None) -> Any:
     """The JSON of a request's body. Raises Refused."""
-    kind = (content_type or b"").split(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise Refused(
-            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
-            kind="Bad Request",
-        )
+    check_content_type(content_type)
     try:
         body = json.loads(raw) if raw else None
     except json.JSONDecodeError as error:
         told = {"type": "json_invalid", "loc": f"body.{error.pos}", "msg": "JSON decode error"}
         raise invalid([{**told, "input": {}, "ctx": {"error": error.msg}}]) from None
     except UnicodeDecodeError:
-        raise Refused("There was an error parsing the body", kind="Bad Request") from None
+        raise Refused("There was an error parsing the body", kind=MISTYPED) from None
     if body is None:
         raise invalid([{"type": "missing", "loc": "body", "msg": "Field required", "input": None}])
     return body
+
+
+def check_content_type(content_type: bytes | None) -> None:
+    """Raises Refused for a body that is not said to be JSON."""
+    kind = (content_type or b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise Refused(
+            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind=MISTYPED
+        )
 
 
 @dataclass(frozen=True, slots=True)

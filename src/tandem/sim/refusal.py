@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MISTYPED = "Bad Request"
+"""The kind of error of what is no request by the types of its fields."""
+
 _MAX_TOLD = 10
 _MAX_INPUT = 200
 
@@ -61,7 +64,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> Refused:
     if len(errors) > _MAX_TOLD:
         lines.append(f"  ...and {len(errors) - _MAX_TOLD} more {noun}")
     message = "\n".join([f"{len(errors)} validation {noun}:", *lines])
-    return Refused(message, kind="Bad Request", param=errors[0]["loc"])
+    return Refused(message, kind=MISTYPED, param=errors[0]["loc"])
 
 
 def _summary(value: object) -> str:

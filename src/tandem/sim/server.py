@@ -13,6 +13,7 @@ from tandem.sim import faults
 from tandem.sim.engine import Engine
 from tandem.sim.events import EventsConfig
 from tandem.sim.generation import Generation, ServingOptions
+from tandem.sim.model_files import PATH, ModelFiles
 from tandem.sim.protocol import decode
 from tandem.sim.refusal import Refused
 from tandem.sim.vocabulary import Vocabulary
@@ -45,6 +46,7 @@ class EngineServer:
         options: ServingOptions,
         listen: Listen,
         events: EventsConfig,
+        model_files: ModelFiles | None = None,
     ) -> None:
         self.engine = engine
         self.port = listen.port
@@ -53,6 +55,7 @@ class EngineServer:
         self._options = options
         self._host = listen.host
         self._events = events
+        self._model_files = model_files
         self._server: Server | None = None
         self._changing = asyncio.Lock()
         self._replays: asyncio.Task[None] | None = None
@@ -68,6 +71,7 @@ class EngineServer:
             "/detokenize": ("POST", self._detokenize),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
+            "/invocations": ("POST", self._invocations),
             "/sim/state": ("GET", self._state),
             "/sim/faults": ("GET, POST, DELETE", self._faults),
         }
@@ -127,6 +131,9 @@ class EngineServer:
         wire = Wire(responder, self.engine.clock, fields)
         methods, page = self._pages.get(request.path, (None, None))
         handler = request.path
+        if self._model_files is not None and request.path.startswith(PATH):
+            await self._answer(self._model_file, request, wire)
+            return  # by a proxy before the engine: its metrics know nothing of it
         if page is None and request.path.rstrip("/") in self._pages:
             handler = "none"
             self._redirect(request, wire)
@@ -212,6 +219,14 @@ class EngineServer:
 
     async def _completions(self, request: Request, wire: Wire) -> None:
         await self._generation.answer(request, wire, chat=False)
+
+    async def _invocations(self, request: Request, wire: Wire) -> None:
+        await self._generation.answer(request, wire, chat=None)
+
+    async def _model_file(self, request: Request, wire: Wire) -> None:
+        assert self._model_files is not None
+        await wire.begin(self._probe_faults(), stream=False)
+        self._model_files.send(request, wire)
 
     async def _state(self, request: Request, wire: Wire) -> None:
         wire.send(200, {**self.engine.state(), "connections": self.connections})
