@@ -14,6 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tandem.api import Role
+
+from .endpoints import container, pod, rendered
+
 Handler = Callable[[str, str, bytes, asyncio.StreamWriter], Awaitable[None]]
 """(method, target, body, writer): the whole answer of a fake engine."""
 
@@ -102,7 +106,8 @@ class Proxy:
 async def proxy(
     conf: str, folder: Path, engine_port: int, weights: Path | None = None
 ) -> AsyncIterator[Proxy]:
-    """nginx with this configuration; only what is of the pod is put elsewhere: ports and folders."""
+    """nginx as its container starts it, with this configuration; only what is of the pod is put elsewhere:
+    ports and folders."""
     port, metrics = free_port(), free_port()
     for old, new in (
         ("listen 8081", f"listen 127.0.0.1:{port}"),
@@ -115,8 +120,11 @@ async def proxy(
     file = folder / "nginx.conf"
     # A worker that starts as root becomes `nobody`, who cannot read a test's folder.
     file.write_text(f"user root;\n{conf}" if os.geteuid() == 0 else conf, "utf-8")
+    sidecar = container(pod(rendered("dpd-s3"), Role.DECODE), "sidecar-reverse-proxy")
     process = await asyncio.create_subprocess_exec(
-        *(nginx(), "-c", str(file), "-p", str(folder), "-g", "daemon off;"), stderr=asyncio.subprocess.PIPE
+        *(str(file) if word.endswith("nginx.conf") else word for word in sidecar["command"]),
+        env={**os.environ, "PATH": f"{os.environ['PATH']}:{Path(nginx()).parent}"},
+        stderr=asyncio.subprocess.PIPE,
     )
     limits = httpx.Limits(max_connections=200)
     try:

@@ -83,6 +83,27 @@ def test_the_models_config_sizes_the_buffer(run: Run, tmp_path: Path) -> None:
     assert f"'{chunks}'" in out
 
 
+def test_what_validate_calls_an_error_is_not_rendered(run: Run, tmp_path: Path) -> None:
+    """All of it, also what only Kubernetes or vLLM would refuse."""
+    file = tmp_path / "endpoint.yaml"
+    text = S3.read_text("utf-8").replace("containerPort: 8000", "containerPort: 8081")
+    file.write_text(text.replace("image: ", "image: not an "))
+    code, out, err = run("-f", file)
+    assert (code, out) == (2, "")
+    for path in ("spec.worker.image", "spec.worker.modelInvocationPort.containerPort"):
+        assert f"{file}: {path}: " in err
+
+
+def test_a_namespace_without_a_value_is_none(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "endpoint.yaml"
+    file.write_text(S3.read_text("utf-8").replace("namespace: team-a", "namespace: null"))
+    code, out, _ = run("-f", file, "-n", "team-b", "--json")
+    assert code == 0
+    namespaces = {o["metadata"].get("namespace") for o in json.loads(out)["items"]}
+    assert "team-b" in namespaces
+    assert "default" not in namespaces
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -90,7 +111,7 @@ def test_the_models_config_sizes_the_buffer(run: Run, tmp_path: Path) -> None:
         ("a: [", "line 1"),
         (
             S3.read_text("utf-8").replace("containerPort: 8000", "containerPort: 9113"),
-            "containerPort: 9113 is",
+            "containerPort: is 9113",
         ),
     ],
 )

@@ -202,21 +202,21 @@ def test_a_roles_annotations_reach_its_pods_alone() -> None:
     [
         (
             {"spec.worker.modelInvocationPort.containerPort": 8081},
-            "containerPort: 8081 is the port of the rev",
+            "containerPort: is 8081, where the same pod has the reverse proxy",
         ),
         ({"spec.pdSpec.prefillSpec.args": ["-tp", "4"]}, "each rank writes to its own counterpart"),
         ({"spec.worker.args": ["--max-model-len", "many"]}, "many: is not a number"),
         ({"spec.worker.args": ["-dp", "2"]}, "one data-parallel rank"),
         (
             {"spec.worker.environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "8Gi"}]},
-            r"environmentVariables\[PD_BUFFER_SIZE\]: '8Gi' is not a number",
+            r"environmentVariables\[PD_BUFFER_SIZE\]: must be a number of bytes",
         ),
         (
             {"spec.worker.environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "1000"}]},
             "do not hold one chunk",
         ),
         ({"metadata.annotations": {"tandem.dev/connector": "mooncake"}}, "tandem.dev/connector"),
-        ({"spec.invocationEndpoint": "v1; return 200"}, "spec.invocationEndpoint: .* not a plain path"),
+        ({"spec.invocationEndpoint": "v1; return 200"}, "spec.invocationEndpoint: must be a plain path"),
         ({"spec.loadBalancer.healthCheckPath": "/a b"}, "spec.loadBalancer.healthCheckPath"),
     ],
 )
@@ -230,3 +230,56 @@ def test_the_number_of_pods_is_the_roles() -> None:
         d["metadata"]["name"]: d["spec"].get("replicas") for d in of_kind(rendered("dpd-s3"), "Deployment")
     }
     assert counts == {"prefill-pd-s3": 2, "decode-pd-s3": 1, "pd-s3-team-a-router": 1}
+
+
+UNNAMED = ["--tensor-parallel-size", "8"]
+HUB = "meta-llama/Llama-3.3-70B-Instruct"
+PIN = {"spec.modelSourceConfig.huggingFaceModel.commitSHA": "0" * 40}
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "revision"),
+    [
+        ({}, "/opt/ml/model", None),
+        ({"spec.modelSourceConfig.prefetchEnabled": False}, HUB, None),
+        ({"spec.modelSourceConfig.prefetchEnabled": False, **PIN}, HUB, "0" * 40),
+        (PIN, "/opt/ml/model", None),
+    ],
+)
+def test_a_model_that_no_flag_names_is_the_resources_and_so_is_its_name(
+    vllm_parse: Parse, changes: dict[str, Any], model: str, revision: str | None
+) -> None:
+    """vLLM would take one of its own."""
+    made = rendered("dpd-huggingface", {"spec.worker.args": UNNAMED, **changes})
+    for role in Role:
+        found = vllm_parse(engine(made, role)["args"])
+        assert (found.model, found.revision) == (model, revision)
+        assert found.served_model_name == ["llama-3-3-70b"]
+    router = pod(made, "router")["containers"][0]["args"]
+    assert router[router.index("--served-model-name") + 1] == "llama-3-3-70b"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--model", HUB], "0" * 40),
+        (["--model", HUB, "--revision", "main"], "main"),
+        (["--model", "another/model"], None),
+    ],
+)
+def test_a_pinned_commit_is_that_of_the_model_that_the_engine_downloads(
+    vllm_parse: Parse, args: list[str], expected: str | None
+) -> None:
+    changes = {"spec.worker.args": args, "spec.modelSourceConfig.prefetchEnabled": False, **PIN}
+    found = vllm_parse(engine(rendered("dpd-huggingface", changes), Role.PREFILL)["args"])
+    assert (found.model, found.revision) == (args[1], expected)
+
+
+def test_a_colocated_engine_without_a_router_may_be_any_and_is_told_no_model() -> None:
+    changes = {"spec.intelligentRoutingSpec": ..., "spec.worker.args": []}
+    assert "--model" not in engine(rendered("colocated-routing", changes), None)["args"]
+
+
+def test_the_annotation_about_hand_offs_means_nothing_to_colocated_engines() -> None:
+    changes = {"metadata.annotations": {"tandem.dev/connector": "nixl"}}
+    assert rendered("colocated-routing", changes).objects == rendered("colocated-routing").objects

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from tandem.operator import Settings
+from tandem.operator.sizes import DRAIN_DELAY
 
-from .endpoints import SETTINGS, VARIANTS, of_kind, rendered
+from .endpoints import ROUTER_NAMESPACE, SETTINGS, VARIANTS, of_kind, rendered
 
 OURS = frozenset(
     {
@@ -97,11 +98,32 @@ def test_a_sidecar_is_ready_before_the_engine_is(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_pods_have_no_token_and_no_variables_of_services(variant: str) -> None:
-    for _, of_pod in pods(variant):
-        assert of_pod["automountServiceAccountToken"] is False
+def test_pods_have_no_variables_of_services_and_only_the_routers_a_token(variant: str) -> None:
+    for made in of_kind(rendered(*VARIANTS[variant]), "Deployment"):
+        of_pod = made["spec"]["template"]["spec"]
+        router = made["metadata"]["labels"]["tandem.dev/component"] == "router"
+        assert of_pod["automountServiceAccountToken"] is router
         assert of_pod["enableServiceLinks"] is False
         assert of_pod["serviceAccountName"]
+    for account in of_kind(rendered(*VARIANTS[variant]), "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False, "other pods with this account get none"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rights_are_those_of_the_router_to_see_pods(variant: str) -> None:
+    made = rendered(*VARIANTS[variant])
+    roles, bindings = of_kind(made, "Role"), of_kind(made, "RoleBinding")
+    assert not [o["kind"] for o in made.objects if o["kind"].startswith("ClusterRole")]
+    routers = [a for a in of_kind(made, "ServiceAccount") if a["metadata"]["namespace"] == ROUTER_NAMESPACE]
+    assert len(roles) == len(bindings) == len(routers)
+    for role, binding, account in zip(roles, bindings, routers, strict=True):
+        assert role["rules"] == [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        ]
+        assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "team-a"
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        (subject,) = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) == (account["metadata"]["name"], ROUTER_NAMESPACE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -213,7 +235,16 @@ def test_pods_end_in_order(variant: str) -> None:
                 seconds = [float(words[words.index(f"--{w}") + 1]) for w in ("leave", "limit", "linger")]
                 assert of_pod["terminationGracePeriodSeconds"] >= sum(seconds) + 30
             if found["name"] == "sidecar-reverse-proxy":
-                assert "-s quit" in found["lifecycle"]["preStop"]["exec"]["command"][2]
+                command, leave = found["lifecycle"]["preStop"]["exec"]["command"]
+                assert (command, float(leave)) == ("sleep", DRAIN_DELAY)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rollout_takes_no_pod_before_the_last_one_is_known(variant: str) -> None:
+    """A router has to hear of a pod, and proves it before it is used."""
+    for made in of_kind(rendered(*VARIANTS[variant]), "Deployment"):
+        if made["metadata"]["labels"]["tandem.dev/component"] != "router":
+            assert made["spec"]["minReadySeconds"] >= DRAIN_DELAY
 
 
 def test_images_are_the_settings() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tandem.api import Role
 from tandem.operator.lmcache import lmcache_yaml
+from tandem.operator.notes import notes
 
 from .endpoints import VARIANTS, engine, planned, rendered, variables
 
@@ -121,3 +122,15 @@ def test_without_lmcache_there_is_no_file() -> None:
     made = rendered("dpd-huggingface")
     assert "LMCACHE_CONFIG_FILE" not in variables(engine(made, Role.PREFILL))
     assert all("lmcache.yaml" not in o.get("data", {}) for o in made.objects)
+
+
+def test_prefillers_have_a_shared_store_beside_l1_alone_and_that_is_told() -> None:
+    """LMCache moves blocks through L1's memory, which with disaggregation is there for L1 alone."""
+    store = {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://r:6379"}
+    caches = {"enableL1Cache": False, "enableL2Cache": True, "l2CacheSpec": store}
+    made = planned("dpd-s3", {"spec.kvCacheSpec": caches})
+    assert "remote_url" not in lmcache_yaml(made, made.pool(Role.PREFILL))
+    assert any("enableL2Cache: without effect" in note for note in notes(made))
+    both = planned("dpd-s3", {"spec.kvCacheSpec": caches | {"enableL1Cache": True}})
+    assert "remote_url" in lmcache_yaml(both, both.pool(Role.PREFILL))
+    assert not any("enableL2Cache" in note for note in notes(both))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import httpx
 import pytest
 
 from tandem.api import Role
-from tandem.operator.nginx import MODEL_FILES, nginx_conf
+from tandem.operator.model_files import NAMES as MODEL_FILES
+from tandem.operator.nginx import nginx_conf
 
 from .endpoints import VARIANTS, planned
-from .nginx import answer, engine, nginx, proxy
+from .nginx import Proxy, answer, engine, nginx, proxy
 
 LIMITS = {"maxConcurrentRequests": 2, "maxQueueSize": 1, "overflowStatusCode": 429}
 CHAT = "/v1/chat/completions"
@@ -79,9 +81,13 @@ async def test_no_spelling_of_a_path_reaches_another(target: str, tmp_path: Path
         assert {t for _, t, _ in behind.asked} <= {"/v1/models"}
 
 
-async def test_ping_is_the_engines_health_path(tmp_path: Path) -> None:
-    async with engine(echo) as behind, proxy(conf(), tmp_path, behind.port) as front:
-        assert (await front.client.get("/ping")).json()["target"] == "/health"
+@pytest.mark.parametrize(
+    ("given", "target"), [({"healthCheckPath": "/health"}, "/health"), (..., "/ping"), ({}, "/ping")]
+)
+async def test_ping_is_the_engines_health_path(given: Any, target: str, tmp_path: Path) -> None:
+    own = conf(changes={"spec.loadBalancer": given})
+    async with engine(echo) as behind, proxy(own, tmp_path, behind.port) as front:
+        assert (await front.client.get("/ping")).json()["target"] == target
         assert (await front.client.get("/health")).json()["target"] == "/health"
 
 
@@ -146,7 +152,8 @@ async def test_bodies_of_10_mb_pass_and_larger_ones_are_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("status", "path"), [(429, CHAT), (503, "/v1/completions"), (502, CHAT), (404, CHAT)]
+    ("status", "path"),
+    [(429, CHAT), (503, "/v1/completions"), (502, CHAT), (404, CHAT), (429, "/invocations")],
 )
 async def test_requests_beyond_the_limit_get_the_overflow_body(
     status: int, path: str, tmp_path: Path
@@ -213,6 +220,7 @@ def weights(tmp_path: Path) -> Path:
     folder = tmp_path / "weights"
     folder.mkdir()
     for name in (*MODEL_FILES, "model-00001-of-00030.safetensors", "secret.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     return folder
 
@@ -257,8 +265,7 @@ async def test_its_metrics_are_prometheus_text(tmp_path: Path) -> None:
         assert int(values["nginx_connections_accepted"]) > before
 
 
-async def test_told_to_quit_it_finishes_what_it_has_begun(tmp_path: Path) -> None:
-    """As its preStop hook does."""
+async def test_told_to_end_it_finishes_what_it_has_begun(tmp_path: Path) -> None:
     inside, free = asyncio.Event(), asyncio.Event()
 
     async def held(method: str, target: str, body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -269,15 +276,28 @@ async def test_told_to_quit_it_finishes_what_it_has_begun(tmp_path: Path) -> Non
     async with engine(held) as behind, proxy(conf(), tmp_path, behind.port) as front:
         running = asyncio.ensure_future(front.client.post(CHAT, json={}))
         await inside.wait()
-        told = await asyncio.create_subprocess_exec(
-            *(nginx(), "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path), "-s", "quit")
-        )
-        assert await told.wait() == 0
-        assert (tmp_path / "nginx.pid").exists()
+        front.process.send_signal(signal.SIGTERM)
+        await _refuses(front)
         free.set()
         assert (await running).status_code == 200
-        await asyncio.wait_for(front.process.wait(), 30)
-        assert not (tmp_path / "nginx.pid").exists(), "by this the hook knows"
+        assert await asyncio.wait_for(front.process.wait(), 30) == 0
+
+
+async def test_its_container_ends_when_nginx_does(tmp_path: Path) -> None:
+    async with engine(echo) as behind:
+        with pytest.raises(AssertionError, match="unknown directive"):
+            async with proxy(conf() + "nonsense;", tmp_path, behind.port):
+                pass
+
+
+async def _refuses(front: Proxy) -> None:
+    """Wait until nobody can connect any more."""
+    async with httpx.AsyncClient(base_url=front.client.base_url) as other:
+        while True:
+            try:
+                await other.get("/metrics")
+            except httpx.ConnectError:
+                return
 
 
 async def test_time_outs_are_longer_than_the_routers_patience(tmp_path: Path) -> None:

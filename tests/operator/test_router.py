@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from tandem.api import Role
-from tandem.config import RouterConfig, add_router_arguments, router_config
+from tandem.config import RouterConfig, add_router_arguments, kubernetes_source, router_config
+from tandem.operator.model_files import NAMES
+from tandem.operator.names import KV_LAYOUT_LABEL
 from tandem.operator.routing import router_config as rendered_config
+from tandem.prompt import FILES, MARKS
+from tandem.router.discovery.kubernetes import LABELS
+from tandem.router.discovery.kubernetes import ROLE_LABEL as discovered_role
 
-from .endpoints import VARIANTS, container, deployment, engine, of_kind, planned, pod, rendered
+from .endpoints import ROLE_LABEL, VARIANTS, container, deployment, engine, of_kind, planned, pod, rendered
 
 ROUTED = [name for name in VARIANTS if name != "without a router"]
 
@@ -30,17 +35,37 @@ def test_the_router_reads_back_what_was_meant(variant: str) -> None:
     assert config(variant) == rendered_config(planned(*VARIANTS[variant]))
 
 
-def test_engines_are_found_by_the_names_of_their_services() -> None:
-    made = rendered("dpd-s3")
-    assert config("dpd-s3").discover_dns == (
-        "prefill=prefill-pd-s3.team-a.svc:8081",
-        "decode=decode-pd-s3.team-a.svc:8081",
+def test_engines_are_the_pods_of_the_endpoint() -> None:
+    """Of both roles, and of a colocated endpoint before or after it: while one becomes the other, those that
+    are ready serve."""
+    assert (
+        config("dpd-s3").discover_kubernetes == "team-a:8081:app=pd-s3,deploying-service=hyperpod-inference"
     )
-    assert config("colocated-routing").discover_dns == ("both=chat-8b.team-a.svc:8081",)
-    for service in of_kind(made, "Service"):
-        if service["metadata"]["namespace"] == "team-a":
-            assert service["spec"]["clusterIP"] == "None"
-            assert service["spec"]["ipFamilyPolicy"] == "SingleStack"
+    assert config("colocated-routing").discover_kubernetes == (
+        "team-a:8081:app=chat-8b,deploying-service=hyperpod-inference"
+    )
+    for variant in ROUTED:
+        made = rendered(*VARIANTS[variant])
+        namespace, port, selector = kubernetes_source(config(variant).discover_kubernetes or "")
+        asked = {tuple(requirement.split("=")) for requirement in selector.split(",")}
+        for found in of_kind(made, "Deployment"):
+            component = found["metadata"]["labels"]["tandem.dev/component"]
+            labels = found["spec"]["template"]["metadata"]["labels"]
+            here = found["metadata"]["namespace"] == namespace and asked <= labels.items()
+            assert here is (component != "router")
+            if here:
+                proxy = container(found["spec"]["template"]["spec"], "sidecar-reverse-proxy")
+                assert port in [p["containerPort"] for p in proxy["ports"]]
+                assert labels.get(ROLE_LABEL, "worker") == component
+
+
+def test_the_router_looks_for_the_labels_that_pods_have() -> None:
+    assert (LABELS["kv-layout"], discovered_role) == (KV_LAYOUT_LABEL, ROLE_LABEL)
+
+
+def test_engines_pair_by_the_layout_of_their_kv_and_by_nothing_else() -> None:
+    """The revision of a pod is that of its Deployment, of which each role has one."""
+    assert config("dpd-s3").pairing == config("dpd-huggingface").pairing == ("kv-layout",)
 
 
 def test_threshold_strategy_and_connector_are_the_resources() -> None:
@@ -48,6 +73,25 @@ def test_threshold_strategy_and_connector_are_the_resources() -> None:
     assert config("dpd-s3").routing_threshold == 4096
     assert (config("dpd-s3").connector, config("dpd-huggingface").connector) == ("lmcache", "nixl")
     assert config("kvaware").routing_strategy == "kvaware"
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (..., "/invocations"),
+        ("v1/chat/completions", "/v1/chat/completions"),
+        ("/my/model/", "/my/model"),
+        ("/", "/"),
+    ],
+)
+def test_the_invocation_endpoint_is_a_path_of_the_router_where_the_load_balancer_leads(
+    given: Any, path: str
+) -> None:
+    changes = {"spec.invocationEndpoint": given}
+    assert config("dpd-s3", changes).invocation_path == path
+    (ingress,) = of_kind(rendered("dpd-s3", changes), "Ingress")
+    (rule,) = ingress["spec"]["rules"]
+    assert [found["path"] for found in rule["http"]["paths"]] == [path]
 
 
 def test_request_limits_are_the_routers_queue() -> None:
@@ -97,6 +141,66 @@ def test_flags_that_shape_prompts_reach_the_router() -> None:
 def test_a_template_in_a_file_of_the_model_container_is_not_the_routers_file() -> None:
     args = ["--model", "/opt/ml/model", "--chat-template", "/opt/ml/model/template.jinja"]
     assert config("dpd-huggingface", {"spec.worker.args": args}).chat_template is None
+
+
+@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-huggingface", "dpd-nvme", "colocated-routing"])
+def test_the_router_counts_with_the_files_that_model_pods_serve(variant: str) -> None:
+    """The path is one that the proxies of all pods serve, and the folder one that the router may write to."""
+    made, found = rendered(*VARIANTS[variant]), config(variant)
+    confs = [o["data"]["nginx.conf"] for o in of_kind(made, "ConfigMap") if "nginx.conf" in o["data"]]
+    assert len(confs) == len(planned(*VARIANTS[variant]).pools)
+    for conf in confs:
+        assert f"location ~ ^{found.model_files_path}(" in conf
+    mounts = container(pod(made, "router"), "router-container")["volumeMounts"]
+    assert str(found.model_files_cache).startswith(tuple(f"{m['mountPath']}/" for m in mounts))
+    assert not [note for note in made.notes if note.startswith("counting")]
+
+
+OTHER_FILES = {
+    "--tokenizer": ("--tokenizer", "/opt/ml/model/tokenizer"),
+    "--tokenizer of the Hub": ("--tokenizer", "org/tokenizer"),
+    "--tokenizer-mode": ("--tokenizer-mode", "mistral"),
+    "--chat-template": ("--chat-template", "/opt/ml/model/template.jinja"),
+    "a model of the Hub": ("--model", "org/model"),
+    "a folder of the image": ("--model", "/models/baked-in"),
+    "an odd name": ("--model", "/opt/ml/model/a b"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+@pytest.mark.parametrize("role", ["worker", "pdSpec.decodingSpec", "pdSpec.prefillSpec"])
+def test_files_that_engines_do_not_count_with_are_neither_served_nor_used_and_a_note_says_so(
+    kind: str, role: str
+) -> None:
+    flags = list(OTHER_FILES[kind])
+    args = ["--model", "/opt/ml/model", "--served-model-name", "m", "--max-model-len", "8k"]
+    changes: dict[str, Any] = {"spec.worker.args": args}
+    changes[f"spec.{role}.args"] = [*args, *flags] if role == "worker" else flags
+    found = config("dpd-huggingface", changes)
+    assert (found.model_files_path, found.model_files_cache) == (None, None)
+    made = rendered(VARIANTS["dpd-huggingface"][0], changes)
+    (note,) = [note for note in made.notes if note.startswith("counting")]
+    assert flags[1].partition("a b")[0] in note or "modelVolumeMount" in note
+    files = [o["data"]["nginx.conf"] for o in of_kind(made, "ConfigMap") if "nginx.conf" in o["data"]]
+    assert sum("/tandem/model/" in conf for conf in files) == (0 if role == "worker" else 1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tokenizer", "/opt/ml/model/"),
+        ("--tokenizer-mode", "hf"),
+        ("--chat-template", "{{ messages }}"),
+        ("--tokenizer=/opt/ml/model", "--tokenizer-mode=auto"),
+    ],
+)
+def test_flags_that_say_the_same_as_the_files_leave_them_in_use(flags: tuple[str, ...]) -> None:
+    args = ["--model", "/opt/ml/model", "--max-model-len", "8k", *flags]
+    assert config("dpd-huggingface", {"spec.worker.args": args}).model_files_path == "/tandem/model/"
+
+
+def test_pods_serve_all_that_the_router_asks_for() -> None:
+    assert sorted(NAMES) == sorted((*FILES, *MARKS))
 
 
 def test_the_models_path_is_its_name_unless_the_flags_say_another() -> None:

@@ -93,7 +93,7 @@ def test_a_volume_of_the_resource_is_mounted_as_it_is() -> None:
 
 
 def test_a_volume_that_is_not_there_is_told() -> None:
-    with pytest.raises(RenderError, match=r"spec\.kubernetes\.volumes: none is named 'model-weights'"):
+    with pytest.raises(RenderError, match=r"modelVolumeMount\.name: is 'model-weights', but no volume"):
         rendered("dpd-nvme", {"spec.kubernetes.volumes": [{"name": "other", "emptyDir": {}}]})
 
 
@@ -115,3 +115,14 @@ def test_account_and_scheduler_are_the_resources() -> None:
 def test_the_proxy_sees_the_tokenizers_files(name: str) -> None:
     proxy = container(pod(rendered(name), Role.DECODE), "sidecar-reverse-proxy")
     assert mount(proxy)["readOnly"] is True
+
+
+def test_of_a_file_system_the_models_folder_is_mounted() -> None:
+    made = rendered("colocated-routing")
+    engine, proxy = (container(pod(made, None), name) for name in ("chat-8b", "sidecar-reverse-proxy"))
+    assert mount(engine)["subPath"] == mount(proxy)["subPath"] == "Llama-3.1-8B-Instruct"
+    prefetched = pod(rendered("colocated-routing", {"spec.modelSourceConfig.prefetchEnabled": True}), None)
+    assert mount(prefetched["initContainers"][0], "/source")["subPath"] == "Llama-3.1-8B-Instruct"
+    assert "subPath" not in mount(prefetched["containers"][0])
+    whole = rendered("colocated-routing", {"spec.modelSourceConfig.modelLocation": "/"})
+    assert "subPath" not in mount(pod(whole, None)["containers"][0])

@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": "prove on this machine, or on a running endpoint, that disaggregation works",
     "up": "run an endpoint on this machine",
     "router": "run the router alone",
+    "operator": "run endpoints on Kubernetes",
     "sim": "run simulated vLLM engines",
     "validate": "find every mistake in manifests of the resource",
     "render": "print every Kubernetes object of an endpoint, for kubectl apply",

@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--file", type=Path, required=True, help="manifest of an InferenceEndpointConfig"
     )
     parser.add_argument("-n", "--namespace", help="namespace of a manifest that names none")
+    add_settings(parser)
+    parser.add_argument("--json", action="store_true", help="print a List in JSON; notes go to stderr")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """What is the same for all endpoints of a cluster; `tandem operator` has it too."""
     parser.add_argument(
         "--system-namespace", help="where the router goes (default hyperpod-inference-system)"
     )
@@ -41,16 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the model's config.json, to size its KV cache by; else its name or an upper bound counts",
     )
-    parser.add_argument("--json", action="store_true", help="print a List in JSON; notes go to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from tandem.api import InvalidResource, load_endpoint
+    from tandem.engine.validation import validate
     from tandem.operator import RenderError, document, render
 
     try:
         endpoint, raw = load_endpoint(arguments.file)
-        settings = _settings(arguments)
+        chosen = settings(arguments)
     except OSError as error:
         complain(error)
         return ENVIRONMENT
@@ -61,10 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         complain(error)
         return USAGE
-    if arguments.namespace and "namespace" not in raw["metadata"]:
+    errors = validate(raw, model_config=chosen.model_config).errors
+    for found in errors:
+        complain(f"{arguments.file}: {found.path}: {found.message}")
+    if errors:
+        return USAGE
+    if arguments.namespace and not raw["metadata"].get("namespace"):
         endpoint = _placed(endpoint, arguments.namespace)
     try:
-        rendering = render(endpoint, settings)
+        rendering = render(endpoint, chosen)
     except RenderError as error:
         complain(f"{arguments.file}: {error}")
         return USAGE
@@ -81,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def settings(arguments: argparse.Namespace) -> Settings:
     """Raises OSError, or ValueError for a config.json that is none."""
     from tandem.operator import Settings
 

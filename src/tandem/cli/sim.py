@@ -67,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FROM-TO",
         help="length of an answer that nothing cuts short (default: 32-71)",
     )
+    parser.add_argument(
+        "--serve-model-files",
+        action="store_true",
+        help="serve the files of the tokenizer's folder at /tandem/model/, as the proxy of a model pod does",
+    )
     parser.add_argument("vllm", nargs=argparse.REMAINDER, metavar="-- VLLM FLAGS", help="vLLM's command line")
 
 
@@ -146,6 +151,7 @@ def _serve(arguments: argparse.Namespace, specs: list[EngineSpec], profile: obje
             profile=profile,
             time_scale=arguments.time_scale,
             answer_tokens=arguments.answer_tokens,
+            serves_model_files=arguments.serve_model_files,
         )
 
         def crashed() -> None:

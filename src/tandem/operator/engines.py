@@ -8,19 +8,23 @@ from typing import Any
 from tandem.api import Role
 from tandem.engine import (
     EngineError,
-    flag_value,
     has_flag,
+    kv_events_config,
     kv_transfer_config,
     pod_kv_events,
     switch,
     without,
 )
-from tandem.engine.kv_events import publishing_args
+from tandem.engine.kv_events import FLAG as KV_EVENTS
+from tandem.engine.kv_events import own_settings
+from tandem.engine.roles import model_argument
 from tandem.operator import names
 from tandem.operator.errors import RenderError
 from tandem.operator.lmcache import pd_settings
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
+from tandem.operator.weights import downloaded_by_engine
+from tandem.operator.wishes import section
 
 LMCACHE_FILE = "/etc/tandem/lmcache/lmcache.yaml"
 
@@ -37,6 +41,8 @@ def arguments(plan: Plan, pool: Pool) -> list[str]:
     args = list(pool.given_args)
     if not has_flag(pool.args, "--port"):
         args += ["--port", str(plan.port)]
+    if plan.routed:  # so it is vLLM
+        args += _model(plan, pool)
     if plan.routed and not has_flag(pool.args, "--enable-prompt-tokens-details"):
         args += ["--enable-prompt-tokens-details"]  # usage tells how many prompt tokens came from a cache
     if plan.disaggregated:
@@ -45,10 +51,28 @@ def arguments(plan: Plan, pool: Pool) -> list[str]:
         args += ["--kv-transfer-config", _json({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})]
     if plan.kv_events:
         try:
-            args = publishing_args(args, pod_kv_events(pool.flags.dp))
+            where = pod_kv_events(pool.flags.dp)
+            # Its own settings are read with what Kubernetes is to fill in.
+            config = kv_events_config(where, own_settings(pool.args))
         except EngineError as error:
             raise RenderError(str(error)) from None
+        args = [*without(args, [KV_EVENTS]), KV_EVENTS, config]
     return args
+
+
+def _model(plan: Plan, pool: Pool) -> list[str]:
+    """The model where no flag names it, as vLLM would else take one of its own; its name is then modelName,
+    as the router expects. And the commit, where the engine downloads the model."""
+    source = plan.spec.model_source_config
+    hub = section(source.hugging_face_model) if downloaded_by_engine(plan) else {}
+    named = model_argument(pool.args)
+    flags: list[str] = []
+    if named is None:
+        flags += ["--model", hub.get("modelId") or plan.spec.worker.model_volume_mount.mount_path]
+        if not has_flag(pool.args, "--served-model-name"):
+            flags += ["--served-model-name", plan.spec.model_name]
+    pinned = hub.get("commitSHA") if named in (None, hub.get("modelId")) else None
+    return flags + (["--revision", pinned] if pinned and not has_flag(pool.args, "--revision") else [])
 
 
 def _handing_over(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
@@ -147,15 +171,6 @@ def _lmcache_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def model_folder(plan: Plan, pool: Pool) -> str:
-    """The folder of the tokenizer in the model container: `--tokenizer`, else the model's."""
-    for flag in ("--tokenizer", "--model"):
-        named = flag_value(pool.args, flag)
-        if named and named.startswith("/"):
-            return named.rstrip("/")
-    return plan.spec.worker.model_volume_mount.mount_path.rstrip("/")
 
 
 def _field(name: str, path: str) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import textwrap
 from typing import Any
 
 from tandem.api import Role
+from tandem.engine.pd_buffer import CHUNK_TOKENS
+from tandem.engine.pod_ports import LMCACHE_ALLOC_PORT, LMCACHE_INIT_PORT
 from tandem.operator import names, sizes
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
@@ -40,10 +42,11 @@ def lmcache_yaml(plan: Plan, pool: Pool) -> str:
 
 
 def cache_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
-    """L1 and L2. Decoders of a disaggregated endpoint have neither: what they load was sent to them."""
+    """L1 and L2. Decoders of a disaggregated endpoint have neither: what they load was sent to them. On its
+    prefillers LMCache has L2 beside L1 alone: it moves blocks through L1's memory, which is else missing."""
     caches = pool.role is not Role.DECODE and plan.cache.l1
     keys: dict[str, Any] = {
-        "chunk_size": sizes.CHUNK_TOKENS,
+        "chunk_size": CHUNK_TOKENS,
         "save_unfull_chunk": plan.lmcache_pd,
         "local_cpu": caches,
     }
@@ -74,4 +77,4 @@ def pd_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
 def receiver_ports(pool: Pool) -> tuple[list[int], list[int]]:
     """Where a decoder's ranks take KV: (init ports, alloc ports)."""
     ranks = range(pool.flags.tp)
-    return [names.LMCACHE_INIT_PORT + r for r in ranks], [names.LMCACHE_ALLOC_PORT + r for r in ranks]
+    return [LMCACHE_INIT_PORT + r for r in ranks], [LMCACHE_ALLOC_PORT + r for r in ranks]

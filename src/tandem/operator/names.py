@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from tandem.api import GROUP, Role
+from tandem.engine import pod_ports
 
 PROXY_CONTAINER = "sidecar-reverse-proxy"
 COLLECTOR_CONTAINER = "otel-collector"
@@ -14,11 +15,11 @@ ROUTER_CONTAINER = "router-container"
 DOWNLOAD_CONTAINER = "hf-model-downloader"
 COPY_CONTAINER = "model-weights-copier"
 
-PROXY_PORT = 8081
-"""Where routers and load balancers reach a model pod."""
-PROXY_METRICS_PORT = 9113
-COLLECTOR_METRICS_PORT = 8889
-COLLECTOR_HEALTH_PORT = 13133
+PROXY_PORT = pod_ports.PROXY_PORT
+PROXY_METRICS_PORT = pod_ports.PROXY_METRICS_PORT
+COLLECTOR_METRICS_PORT = pod_ports.COLLECTOR_METRICS_PORT
+COLLECTOR_HEALTH_PORT = pod_ports.COLLECTOR_HEALTH_PORT
+SIDE_CHANNEL_PORT = pod_ports.SIDE_CHANNEL_PORT
 ROUTER_PORT = 8000
 ROUTER_ADMIN_PORT = 8001
 """Engines, routing decisions and metrics; on the pod's own loopback address only."""
@@ -26,25 +27,13 @@ ROUTING_SERVICE_PORT = 443
 """Plain HTTP, as on HyperPod."""
 NOTIFY_PORT = 7500
 """Where a router takes the notifications of LMCache's prefillers (`pd_proxy_port`)."""
-LMCACHE_INIT_PORT, LMCACHE_ALLOC_PORT = 7300, 7400
-"""A decoder's first rank; rank n has the ports higher by n."""
-MOST_LMCACHE_RANKS = LMCACHE_ALLOC_PORT - LMCACHE_INIT_PORT
-SIDE_CHANNEL_PORT = 5600
-"""Where decoders fetch NIXL's metadata of a prefiller: vLLM's own default."""
-
-OWN_PORTS = {
-    PROXY_PORT: "the reverse proxy",
-    PROXY_METRICS_PORT: "the reverse proxy's metrics",
-    COLLECTOR_METRICS_PORT: "the metrics collector",
-    COLLECTOR_HEALTH_PORT: "the metrics collector",
-    SIDE_CHANNEL_PORT: "NIXL",
-}
-"""Ports of a model pod that its engine cannot serve on."""
 
 ROLE_LABEL = f"{GROUP}/dpd-role"
 ENDPOINT_LABEL = "tandem.dev/endpoint"
 NAMESPACE_LABEL = "tandem.dev/endpoint-namespace"
 COMPONENT_LABEL = "tandem.dev/component"
+KV_LAYOUT_LABEL = "tandem.dev/kv-layout"
+"""Of the pods of a disaggregated endpoint; see `kv_layout`."""
 SIZES_ANNOTATION = "tandem.dev/sizes"
 CONFIG_ANNOTATION = "tandem.dev/config-hash"
 ZONE_LABEL = "topology.kubernetes.io/zone"
@@ -102,7 +91,8 @@ class Names:
 
     @property
     def router(self) -> str:
-        """Deployment, config map, account and policy of the router, in the system namespace."""
+        """Deployment, config map, account and policy of the router, in the system namespace; in the
+        endpoint's own, the role by which it sees pods, and its binding."""
         return short(f"{self.name}-{self.namespace}-router")
 
     @property

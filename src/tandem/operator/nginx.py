@@ -7,35 +7,13 @@ cap; passes streams on as they come; and hands the tokenizer's files to the rout
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 
 from tandem.api import Role
-from tandem.operator import names
-from tandem.operator.engines import model_folder
+from tandem.operator import model_files, names
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
-from tandem.operator.weights import in_folder
 from tandem.operator.wishes import invocation_path
-
-MODEL_FILES_PATH = "/tandem/model/"
-"""Where the tokenizer's files are, for the router alone."""
-
-MODEL_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tekken.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-"""All that counting a prompt's tokens can need; nothing of the weights."""
 
 LARGEST_BODY = "10m"
 
@@ -147,8 +125,7 @@ def _server(plan: Plan, pool: Pool) -> Iterator[str]:
             yield f"location = {path} {{"
             yield f"  proxy_pass http://{target};"
             yield "}"
-    if plan.routed:
-        yield from _model_files(plan, pool)
+    yield from _model_files(plan, pool)
     yield "location / {"
     yield f"  return 404 '{_error(404, 'There is no such path here.')}';"
     yield "}"
@@ -186,12 +163,12 @@ def _answer(location: str, status: int, body: str, *, retry_after: int | None = 
 
 
 def _model_files(plan: Plan, pool: Pool) -> Iterator[str]:
-    folder = model_folder(plan, pool)
-    if not in_folder(plan, folder) or not re.fullmatch(r"/[A-Za-z0-9._/-]+", folder):
+    folder = model_files.folder(plan, pool)
+    if folder is None:
         return
-    files = "|".join(name.replace(".", r"\.") for name in MODEL_FILES)
+    files = "|".join(name.replace(".", r"\.") for name in model_files.NAMES)
     yield "# For the router, which counts tokens with them: closed to others by the NetworkPolicy."
-    yield f"location ~ ^{MODEL_FILES_PATH}({files})$ {{"
+    yield f"location ~ ^{model_files.PATH}({files})$ {{"
     yield "  limit_except GET {"
     yield "    deny all;"
     yield "  }"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.engine import has_flag
-from tandem.operator import scaling
+from tandem.operator import model_files, scaling
 from tandem.operator.plan import Plan
-from tandem.operator.sizes import CHUNK_TOKENS
 from tandem.operator.wishes import instance_types, section
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """One line each; those that name a field begin with its path."""
     found = [*_handing_over(plan), *_caches(plan), *_interfaces(plan), *_command(plan), *_weights(plan)]
+    found += _counting(plan)
     return tuple(dict.fromkeys([*found, *scaling.notes(plan)]))
 
 
@@ -27,13 +27,8 @@ def _handing_over(plan: Plan) -> Iterator[str]:
                 f"--kv-transfer-config of the {pool.component} engines: replaced by the configuration for "
                 "that connector"
             )
-    if plan.buffer is not None and plan.context is not None:
-        needed = -(-plan.context // CHUNK_TOKENS)
-        if needed > plan.buffer.chunks:
-            yield (
-                f"PD_BUFFER_SIZE: holds {plan.buffer.chunks} chunks and the longest prompt takes {needed}: "
-                "prompts beyond the buffer are computed by decoders alone"
-            )
+    if plan.buffer is not None and (complaint := plan.buffer.complaint(plan.context)):
+        yield f"PD_BUFFER_SIZE: {complaint}"
 
 
 def _caches(plan: Plan) -> Iterator[str]:
@@ -42,6 +37,8 @@ def _caches(plan: Plan) -> Iterator[str]:
         yield "spec.kvCacheSpec: without effect, as the engines run without LMCache"
     elif plan.lmcache_pd and plan.cache.file is not None:
         yield "spec.kvCacheSpec.cacheConfigFile: read first; what hand-offs need is set over it"
+    if plan.lmcache_pd and plan.cache.redis_url is not None and not plan.cache.l1:
+        yield "spec.kvCacheSpec.enableL2Cache: without effect, as prefillers have L2 beside L1 alone"
     if plan.cache.tiered:
         yield ("spec.kvCacheSpec.l2CacheSpec: tieredstorage is HyperPod's own store; no L2 cache is rendered")
 
@@ -61,6 +58,12 @@ def _command(plan: Plan) -> Iterator[str]:
         yield (
             'spec.worker.command: is a shell; flags reach the engine only if it hands its arguments on ("$@")'
         )
+
+
+def _counting(plan: Plan) -> Iterator[str]:
+    why = model_files.why_not(plan)
+    if plan.routed and why is not None:
+        yield f"counting: engines count the router's prompts, which is slower, as {why}"
 
 
 def _weights(plan: Plan) -> Iterator[str]:

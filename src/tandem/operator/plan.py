@@ -15,10 +15,12 @@ from tandem.engine import (
     routing_strategy,
     wants_kv_events,
 )
+from tandem.engine.kv_size import model_names, token_size
+from tandem.engine.pd_buffer import VARIABLE, PdBuffer, given_bytes, pd_buffer
+from tandem.engine.pod_ports import MOST_LMCACHE_RANKS, taken_ports
 from tandem.operator import sizes
 from tandem.operator.errors import RenderError
-from tandem.operator.model import token_size
-from tandem.operator.names import MOST_LMCACHE_RANKS, OWN_PORTS, Names
+from tandem.operator.names import Names
 from tandem.operator.pools import Pool, disaggregated, pools
 from tandem.operator.settings import Settings
 from tandem.operator.wishes import (
@@ -30,7 +32,6 @@ from tandem.operator.wishes import (
     load_balancer,
     metrics,
     routed,
-    section,
 )
 
 DEFAULT_STEP_TOKENS = 8192
@@ -56,7 +57,7 @@ class Plan:
     cache: KvCache
     metrics: Metrics
     balancer: LoadBalancer
-    buffer: sizes.PdBuffer | None
+    buffer: PdBuffer | None
     """A decoder's receive buffer, with LMCache."""
     step_tokens: int | None
     """Tokens that LMCache's prefillers compute in one step."""
@@ -99,12 +100,9 @@ class Plan:
         type."""
         if not self.disaggregated:
             return None
-        for part in ("limits", "requests"):
-            asked = section(pool.resources.get(part)).get("vpc.amazonaws.com/efa")
-            if asked is not None:
-                count = int(str(asked))
-                reason = f"EFA: {count} interfaces, as the role's resources say"
-                return sizes.Efa(count, 0, reason) if count else None
+        if pool.efa is not None:
+            reason = f"EFA: {pool.efa} interfaces, as the role's resources say"
+            return sizes.Efa(pool.efa, 0, reason) if pool.efa else None
         return sizes.efa(instance_types(self.endpoint.spec), pool.gpus)
 
     @property
@@ -124,12 +122,6 @@ def plan(endpoint: Endpoint, settings: Settings) -> Plan:
     if problems:
         raise RenderError("; ".join(map(str, problems)))
     spec = endpoint.spec
-    serving = spec.worker.model_invocation_port.container_port
-    if serving in OWN_PORTS:
-        raise RenderError(
-            f"spec.worker.modelInvocationPort.containerPort: {serving} is the port of {OWN_PORTS[serving]} "
-            "in the same pod; use another, as 8000"
-        )
     try:
         found = pools(endpoint, extensions)
         connector = choose_connector(disaggregated(endpoint))
@@ -151,7 +143,23 @@ def plan(endpoint: Endpoint, settings: Settings) -> Plan:
         step_tokens=None,
         times=sizes.times(_context(found)),
     )
-    return _with_lmcache(made) if made.lmcache_pd else made
+    made = _with_lmcache(made) if made.lmcache_pd else made
+    _require_free_port(made)
+    return made
+
+
+def _require_free_port(made: Plan) -> None:
+    taken = taken_ports(
+        lmcache=made.lmcache_pd,
+        kv_events=made.kv_events,
+        tp=max(pool.flags.tp for pool in made.pools),
+        dp=max(pool.flags.dp for pool in made.pools),
+    )
+    if made.port in taken:
+        raise RenderError(
+            f"spec.worker.modelInvocationPort.containerPort: is {made.port}, where the same pod has "
+            f"{taken[made.port]}; use another, as 8000"
+        )
 
 
 def _with_lmcache(made: Plan) -> Plan:
@@ -166,33 +174,21 @@ def _with_lmcache(made: Plan) -> Plan:
             f"spec.worker.args: LMCache hands over between engines of one data-parallel rank and at most "
             f"{MOST_LMCACHE_RANKS} tensor-parallel ones; use the connector nixl, or more replicas"
         )
-    given = decode.env_value("PD_BUFFER_SIZE")
-    if given is not None and not (given.isascii() and given.isdigit() and int(given)):
-        raise RenderError(
-            f"spec.worker.environmentVariables[PD_BUFFER_SIZE]: {given!r} is not a number of bytes"
-        )
+    given = decode.env_value(VARIABLE)
     token = token_size(
         made.settings.model_config,
         model_names(made.endpoint),
         tp=decode.flags.tp,
         kv_cache_dtype=flag_value(decode.args, "--kv-cache-dtype"),
     )
-    buffer = sizes.pd_buffer(token, longest=made.context, given=int(given) if given else None)
-    if buffer.chunks < 1:
-        raise RenderError(
-            f"spec.worker.environmentVariables[PD_BUFFER_SIZE]: {given} bytes do not hold one chunk of "
-            f"{sizes.CHUNK_TOKENS} tokens. {buffer.reason}"
-        )
+    try:
+        size = None if given is None else given_bytes(given)
+        buffer = pd_buffer(token, longest=made.context, given=size)
+    except ValueError as error:
+        raise RenderError(f"spec.worker.environmentVariables[{VARIABLE}]: {error}") from None
     step = prefill.flags.step_tokens or min(made.context or DEFAULT_STEP_TOKENS, LARGEST_STEP_TOKENS)
     return replace(made, buffer=buffer, step_tokens=step)
 
 
 def _context(found: tuple[Pool, ...]) -> int | None:
     return min((pool.flags.context for pool in found if pool.flags.context), default=None)
-
-
-def model_names(endpoint: Endpoint) -> tuple[str, ...]:
-    """What the resource calls the model, the most telling first."""
-    source = endpoint.spec.model_source_config
-    named = (section(source.hugging_face_model).get("modelId"), source.model_location)
-    return (*(name for name in named if name), endpoint.spec.model_name)

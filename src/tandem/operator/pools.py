@@ -9,7 +9,9 @@ from typing import Any
 from tandem.api import Endpoint, PdSpec, Role, RoleSpec
 from tandem.api.annotations import Extensions, RoleExtensions
 from tandem.api.models import EnvVar
+from tandem.api.quantities import EFA, GPU, devices
 from tandem.engine import EngineError, int_flag, merge_args, role_args
+from tandem.engine.roles import with_variables
 from tandem.operator.errors import RenderError
 from tandem.operator.wishes import AutoScaling, autoscaling, section
 
@@ -50,20 +52,15 @@ class Pool:
     resources: Mapping[str, Any]
     node_selector: Mapping[str, str]
     extensions: RoleExtensions
+    gpus: int
+    """GPUs of one pod."""
+    efa: int | None
+    """EFA interfaces that the resource asks for; None: it does not say."""
     scaling: AutoScaling | None
 
     @property
     def component(self) -> str:
         return "worker" if self.role is None else self.role.value
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of one pod."""
-        for part in ("limits", "requests"):
-            count = section(self.resources.get(part)).get("nvidia.com/gpu")
-            if count is not None:
-                return int(str(count))
-        return 0
 
     def env_value(self, name: str) -> str | None:
         """A variable's literal value; RenderError where it comes from elsewhere."""
@@ -104,11 +101,13 @@ def pools(endpoint: Endpoint, extensions: Extensions) -> tuple[Pool, ...]:
 
 def disaggregated(endpoint: Endpoint) -> Endpoint:
     """A colocated endpoint as if it had roles without settings of their own: what reads flags asks for
-    roles."""
+    roles. Annotations about hand-offs mean nothing there."""
     if endpoint.spec.pd_spec is not None:
         return endpoint
     roles = PdSpec(prefillSpec=RoleSpec(), decodingSpec=RoleSpec())  # type: ignore[call-arg]
-    return endpoint.model_copy(update={"spec": endpoint.spec.model_copy(update={"pd_spec": roles})})
+    spec = endpoint.spec.model_copy(update={"pd_spec": roles})
+    metadata = endpoint.metadata.model_copy(update={"annotations": {}})
+    return endpoint.model_copy(update={"spec": spec, "metadata": metadata})
 
 
 def _pool(
@@ -120,25 +119,38 @@ def _pool(
 ) -> Pool:
     worker = endpoint.spec.worker
     own = [EnvVar.model_validate(variable) for variable in extensions.env]
-    replaced = {variable.name for variable in own}
-    env = (*(v for v in worker.environment_variables if v.name not in replaced), *own)
-    with_env = worker.model_copy(update={"environment_variables": env})
-    seen = disaggregated(endpoint)
-    seen = seen.model_copy(update={"spec": seen.spec.model_copy(update={"worker": with_env})})
+    seen = with_variables(disaggregated(endpoint), own)
     args = tuple(role_args(seen, role or Role.DECODE))
+    resources = section(given.resources)
     return Pool(
         role=role,
         replicas=given.replicas,
         given_args=tuple(merge_args(worker.args, given.args)),
         args=args,
         flags=_flags(args),
-        env=env,
+        env=seen.spec.worker.environment_variables,
         image=extensions.image or worker.image,
-        resources=section(given.resources),
+        resources=resources,
         node_selector=given.node_selector or {},
         extensions=extensions,
+        gpus=_devices(resources, GPU, role) or 0,
+        efa=_devices(resources, EFA, role),
         scaling=scaling,
     )
+
+
+_RESOURCES = {
+    None: "spec.worker.resources",
+    Role.PREFILL: "spec.pdSpec.prefillSpec.resources",
+    Role.DECODE: "spec.pdSpec.decodingSpec.resources",
+}
+
+
+def _devices(resources: Mapping[str, Any], name: str, role: Role | None) -> int | None:
+    try:
+        return devices(resources, name)
+    except ValueError as error:
+        raise RenderError(f"{_RESOURCES[role]}.{error}") from None
 
 
 def _flags(args: tuple[str, ...]) -> Flags:

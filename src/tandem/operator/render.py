@@ -37,7 +37,11 @@ def render(endpoint: Endpoint, settings: Settings | None = None) -> Rendering:
     The namespaces themselves must be there. Raises RenderError, with the field's path, where the resource
     leaves no way to run it.
     """
-    made = plan(endpoint, settings or Settings())
+    return rendered(plan(endpoint, settings or Settings()))
+
+
+def rendered(made: Plan) -> Rendering:
+    """The objects of what was decided."""
     objects = [account for account in (accounts.model_account(made),) if account]
     objects += storage.storage(made)
     for pool in made.pools:
@@ -60,6 +64,7 @@ def _router(made: Plan) -> list[Object]:
     config = config_maps.router_config_map(made)
     return [
         accounts.router_account(made),
+        *accounts.router_rights(made),
         *([config] if config else []),
         policies.router_policy(made),
         services.routing_service(made),

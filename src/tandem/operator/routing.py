@@ -14,29 +14,33 @@ from tandem.engine import (
     served_model_name,
     switch,
 )
+from tandem.engine.pd_buffer import CHUNK_TOKENS
 from tandem.engine.roles import served_model_names
-from tandem.operator import names, sizes
+from tandem.operator import model_files, names, sizes
 from tandem.operator.errors import RenderError
 from tandem.operator.lmcache import receiver_ports
 from tandem.operator.plan import Plan
 from tandem.operator.pools import disaggregated
+from tandem.operator.wishes import invocation_path
+
+KV_LAYOUT = "kv-layout"
+"""What the router calls pods' label KV_LAYOUT_LABEL."""
 
 _LORA = ("--enable-lora", "--lora-modules")
 
 
 def router_config(plan: Plan) -> RouterConfig:
-    """Engines are found by the names of their pools' services, each address of which is a pod's."""
-    namespace = plan.names.namespace
+    """Engines are the pods of the endpoint, also those of what it was before: while it changes, whichever are
+    ready serve."""
+    pods = ",".join(f"{name}={value}" for name, value in plan.names.pods_of_endpoint().items())
     known: dict[str, Any] = {
         "host": "0.0.0.0",
         "port": names.ROUTER_PORT,
         "admin_port": names.ROUTER_ADMIN_PORT,
         "drain_delay": float(sizes.DRAIN_DELAY),
         "drain_timeout": float(plan.times.longest_stream),
-        "discover_dns": tuple(
-            f"{pool.role or 'both'}={plan.names.pool(pool.role)}.{namespace}.svc:{names.PROXY_PORT}"
-            for pool in plan.pools
-        ),
+        "discover_kubernetes": f"{plan.names.namespace}:{names.PROXY_PORT}:{pods}",
+        "invocation_path": invocation_path(plan.spec),
         "routing_strategy": plan.strategy,
         "kv_block_size": plan.pools[-1].flags.block_size,
         "max_model_len": plan.context,
@@ -45,7 +49,11 @@ def router_config(plan: Plan) -> RouterConfig:
         **_limits(plan.spec.worker.request_limits),
     }
     if plan.spec.pd_spec is not None:
-        known |= {"connector": plan.connector.name, "routing_threshold": plan.spec.pd_spec.routing_threshold}
+        known |= {
+            "connector": plan.connector.name,
+            "pair_labels": (KV_LAYOUT,),
+            "routing_threshold": plan.spec.pd_spec.routing_threshold,
+        }
     if plan.kv_events:
         ranks = max(pool.flags.dp for pool in plan.pools)
         try:
@@ -80,10 +88,12 @@ def _counting(plan: Plan) -> dict[str, Any]:
     template = flag_value(args, "--chat-template")
     known = {
         # A file of the model container is not there in the router's; text is.
-        "chat_template": template if template and ("{" in template or "\n" in template) else None,
+        "chat_template": template if template and model_files.is_text(template) else None,
         "chat_template_content_format": flag_value(args, "--chat-template-content-format"),
         "default_chat_template_kwargs": flag_value(args, "--default-chat-template-kwargs"),
     }
+    if model_files.why_not(plan) is None:
+        known |= {"model_files_path": model_files.PATH, "model_files_cache": model_files.CACHE}
     excluded = switch(args, "--exclude-tools-when-tool-choice-none")
     found: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     return found | ({"exclude_tools_when_tool_choice_none": True} if excluded else {})
@@ -105,7 +115,7 @@ def _lmcache(plan: Plan) -> dict[str, Any]:
     return {
         "lmcache_receivers": (f"{','.join(map(str, init))}:{','.join(map(str, alloc))}",),
         "lmcache_notify": f"0.0.0.0:{names.NOTIFY_PORT}",
-        "lmcache_chunk_size": sizes.CHUNK_TOKENS,
+        "lmcache_chunk_size": CHUNK_TOKENS,
         "lmcache_buffer_chunks": plan.buffer.chunks,
         "lmcache_ranks": plan.pool(Role.PREFILL).flags.tp,
         "lmcache_step_tokens": plan.step_tokens,

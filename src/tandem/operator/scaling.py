@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from tandem.operator import names
 from tandem.operator.errors import RenderError
 from tandem.operator.plan import Plan
-from tandem.operator.wishes import AutoScaling, autoscaling, section
+from tandem.operator.wishes import AutoScaling, Trigger, autoscaling, section
 
 ROUTER_CPU_PERCENT = 70
 """Of its request, at which a router without a trigger of its own gets company."""
@@ -29,8 +29,8 @@ def is_scaled(plan: Plan, scaling: AutoScaling | None) -> bool:
 
 def triggers(plan: Plan, scaling: AutoScaling) -> list[dict[str, Any]]:
     """KEDA's triggers; empty where the resource has none: KEDA takes no ScaledObject without."""
-    made = [_cloudwatch(plan, scaling, given) for given in scaling.cloudwatch]
-    made += [_prometheus(plan, given) for given in scaling.prometheus]
+    made = [_cloudwatch(plan, trigger) for trigger in scaling.cloudwatch]
+    made += [_prometheus(plan, trigger.given) for trigger in scaling.prometheus]
     if not made and scaling.path == _ROUTER:
         metadata = {"value": str(ROUTER_CPU_PERCENT), "containerName": names.ROUTER_CONTAINER}
         made.append({"type": "cpu", "metricType": "Utilization", "metadata": metadata})
@@ -63,14 +63,15 @@ _ROUTER = "spec.intelligentRoutingSpec.autoScalingSpec"
 _METRIC_TYPES = {"Average": "AverageValue", "Value": "Value"}
 
 
-def _cloudwatch(plan: Plan, scaling: AutoScaling, given: Mapping[str, Any]) -> dict[str, Any]:
+def _cloudwatch(plan: Plan, trigger: Trigger) -> dict[str, Any]:
+    path, given = trigger
     for name in ("metricName", "targetValue"):
-        if given.get(name) is None:
-            raise RenderError(f"{scaling.path}.cloudWatchTrigger.{name}: is required")
+        if given.get(name) in (None, ""):
+            raise RenderError(f"{path}.{name}: is required")
     dimensions = [section(d) for d in given.get("dimensions") or ()]
     period = given.get("metricCollectionPeriod", 300)
     metadata = {
-        "awsRegion": _region(plan, f"{scaling.path}.cloudWatchTrigger"),
+        "awsRegion": _region(plan, path),
         "identityOwner": "operator",
         "namespace": given.get("namespace"),
         "metricName": given["metricName"],

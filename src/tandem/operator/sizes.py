@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from tandem.config import RouterConfig
-from tandem.operator.model import TokenSize
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-CHUNK_TOKENS = 256
-"""Of an LMCache chunk: the unit in which KV is sent and buffers are filled."""
 
 ASSUMED_CONTEXT = 131_072
 """Tokens, where no `--max-model-len` tells the longest prompt: for times only, which may be too long."""
@@ -55,8 +51,15 @@ INSTANCES = {
     "ml.p6-b200.48xlarge": Instance(8, 8),
     "ml.p6-b300.48xlarge": Instance(8, 16),
 }
-"""Types whose EFA interfaces reach GPU memory fast enough for hand-offs. Others get none unless the role's
-resources ask for them."""
+"""Types whose EFA interfaces reach GPU memory fast enough for hand-offs: HyperPod's for disaggregation, and
+p4d. The figures are EC2's MaximumEfaInterfaces (`aws ec2 describe-instance-types`), which the device plugin
+offers as `vpc.amazonaws.com/efa`: https://karpenter.sh/docs/reference/instance-types/ lists them. p6-b300's
+first of 17 network cards has none: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html,
+https://docs.aws.amazon.com/fsx/latest/LustreGuide/configure-efa-clients.html.
+
+Types that are not here get no interfaces unless the roles' resources ask for them; KV then goes over UCX, and
+a note says so. Some of those have interfaces too: g6e and g7e a few, but there GPU memory is behind PCIe, and
+trn1 and trn2, which have no NVIDIA GPUs."""
 
 HUGEPAGES_PER_NODE = 5120 * MIB
 """2 MiB pages that EFA's software takes for a whole node's interfaces; AWS' images set aside twice that."""
@@ -100,31 +103,6 @@ def l1_cache(gpus: int) -> tuple[int, str]:
     """Bytes of host memory for each rank's KV blocks that left the GPU (LMCache's L1), one rank a GPU."""
     size = 16 * GIB
     return size, f"L1: {quantity(size)} a rank, {quantity(size * max(1, gpus))} a pod"
-
-
-@dataclass(frozen=True)
-class PdBuffer:
-    """LMCache's receive buffer on a decoder, per tensor-parallel rank."""
-
-    bytes: int
-    chunks: int
-    """Whole chunks of KV that fit."""
-    reason: str
-
-
-def pd_buffer(token: TokenSize, *, longest: int | None, given: int | None) -> PdBuffer:
-    """`given` bytes, or the smallest of 8, 16 and 32 GiB that holds four prompts of `longest` tokens."""
-    chunk = token.bytes * CHUNK_TOKENS
-    per_prompt = ceil((longest or CHUNK_TOKENS) / CHUNK_TOKENS) * chunk
-    choices = (8 * GIB, 16 * GIB, 32 * GIB)
-    size = given or next((c for c in choices if c >= 4 * per_prompt), choices[-1])
-    why = "as the resource says" if given else "computed"
-    at_once = f": {size / per_prompt:.1f} prompts of {longest:,} tokens at once" if longest else ""
-    reason = (
-        f"PD_BUFFER_SIZE: {size:,} bytes a rank, {why}. KV takes {token.bytes:,} bytes a token and rank "
-        f"({token.source}), so {size // chunk:,} chunks of {CHUNK_TOKENS} tokens fit{at_once}"
-    )
-    return PdBuffer(size, size // chunk, reason)
 
 
 @dataclass(frozen=True)

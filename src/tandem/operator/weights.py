@@ -19,8 +19,14 @@ _IGNORED = "original/*,*.pth,*.pt,*.gguf,*.onnx"
 
 
 def prefetched(plan: Plan) -> bool:
-    """Whether weights are fetched before the engine starts."""
-    return plan.spec.model_source_config.prefetch_enabled
+    """Whether weights are fetched before the engine starts. A volume of the resource's own has them."""
+    source = plan.spec.model_source_config
+    return source.prefetch_enabled and source.model_source_type != "kubernetesVolume"
+
+
+def downloaded_by_engine(plan: Plan) -> bool:
+    """Whether the engine fetches the weights from the Hub itself."""
+    return plan.spec.model_source_config.model_source_type == "huggingface" and not prefetched(plan)
 
 
 def has_claim(plan: Plan) -> bool:
@@ -31,9 +37,7 @@ def in_folder(plan: Plan, folder: str) -> bool:
     """Whether a folder of the model container is there for other containers of the pod too: it is on the
     model's volume, and something has put the weights there."""
     mount = plan.spec.worker.model_volume_mount.mount_path.rstrip("/")
-    source = plan.spec.model_source_config.model_source_type
-    there = source != "huggingface" or prefetched(plan)
-    return there and (folder == mount or folder.startswith(f"{mount}/"))
+    return not downloaded_by_engine(plan) and (folder == mount or folder.startswith(f"{mount}/"))
 
 
 def volumes(plan: Plan) -> list[dict[str, Any]]:
@@ -45,8 +49,8 @@ def volumes(plan: Plan) -> list[dict[str, Any]]:
     if source == "kubernetesVolume":
         if name not in given:
             raise RenderError(
-                f"spec.kubernetes.volumes: none is named {name!r}, the name of spec.worker.modelVolumeMount; "
-                "with modelSourceType kubernetesVolume that volume holds the model"
+                f"spec.worker.modelVolumeMount.name: is {name!r}, but no volume of spec.kubernetes.volumes "
+                "is named so; with modelSourceType kubernetesVolume one must hold the model"
             )
         return []
     if name in given:
@@ -67,18 +71,23 @@ def volumes(plan: Plan) -> list[dict[str, Any]]:
 def mount(plan: Plan) -> dict[str, Any]:
     """Where a container finds the weights; read-only, but where the engine itself downloads them."""
     given = plan.spec.worker.model_volume_mount
-    source = plan.spec.model_source_config.model_source_type
-    name = COPY_VOLUME if has_claim(plan) and prefetched(plan) else given.name
-    made: dict[str, Any] = {"name": name, "mountPath": given.mount_path}
-    if source != "huggingface" or prefetched(plan):
-        made["readOnly"] = True
-    return made
+    if has_claim(plan) and prefetched(plan):
+        return {"name": COPY_VOLUME, "mountPath": given.mount_path, "readOnly": True}
+    made: dict[str, Any] = {"name": given.name, "mountPath": given.mount_path, **_location(plan)}
+    return made if downloaded_by_engine(plan) else made | {"readOnly": True}
+
+
+def _location(plan: Plan) -> dict[str, Any]:
+    """The folder of a file system that is mounted; of a bucket the driver mounts a prefix."""
+    source = plan.spec.model_source_config
+    folder = (source.model_location or "").strip("/") if source.model_source_type == "fsx" else ""
+    return {"subPath": folder} if folder else {}
 
 
 def fetching(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
     """The container that fetches the weights, with the engine's own image: it has Python and what the Hub
     needs. Empty where nothing is fetched; without what all containers have in common."""
-    if not prefetched(plan) or plan.spec.model_source_config.model_source_type == "kubernetesVolume":
+    if not prefetched(plan):
         return []
     given = plan.spec.worker.model_volume_mount
     if has_claim(plan):
@@ -90,7 +99,7 @@ def fetching(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
                 "command": ["python3", f"{SCRIPTS}/copy_weights.py", "/source", given.mount_path],
                 "volumeMounts": [
                     script,
-                    {"name": given.name, "mountPath": "/source", "readOnly": True},
+                    {"name": given.name, "mountPath": "/source", **_location(plan), "readOnly": True},
                     {"name": COPY_VOLUME, "mountPath": given.mount_path},
                 ],
                 # No limit of memory: the copy lies in memory and is counted here.

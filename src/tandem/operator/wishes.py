@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from tandem.api import Endpoint, Spec
+from tandem.api.conventions import PLAIN_PATH, is_plain_path
 from tandem.operator.errors import RenderError
-
-_PATH = re.compile(r"/[A-Za-z0-9._~/-]*")
 
 
 def section(value: Any) -> dict[str, Any]:
@@ -87,6 +85,13 @@ def kv_cache(spec: Spec) -> KvCache:
     )
 
 
+class Trigger(NamedTuple):
+    path: str
+    """Its field path."""
+    given: Mapping[str, Any]
+    """Its fields are the schema's."""
+
+
 @dataclass(frozen=True)
 class AutoScaling:
     """One autoscaler; its fields are the schema's."""
@@ -100,8 +105,8 @@ class AutoScaling:
     initial_cooldown: int
     down_stabilization: int
     up_stabilization: int
-    cloudwatch: tuple[Mapping[str, Any], ...]
-    prometheus: tuple[Mapping[str, Any], ...]
+    cloudwatch: tuple[Trigger, ...]
+    prometheus: tuple[Trigger, ...]
 
 
 def autoscaling(value: Any, path: str) -> AutoScaling | None:
@@ -118,15 +123,17 @@ def autoscaling(value: Any, path: str) -> AutoScaling | None:
         initial_cooldown=given.get("initialCooldownPeriod", 300),
         down_stabilization=given.get("scaleDownStabilizationTime", 300),
         up_stabilization=given.get("scaleUpStabilizationTime", 0),
-        cloudwatch=_triggers(given, "cloudWatchTrigger"),
-        prometheus=_triggers(given, "prometheusTrigger"),
+        cloudwatch=_triggers(given, f"{path}.cloudWatchTrigger"),
+        prometheus=_triggers(given, f"{path}.prometheusTrigger"),
     )
 
 
-def _triggers(given: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
+def _triggers(scaling: Mapping[str, Any], path: str) -> tuple[Trigger, ...]:
     """The list wins over the single one."""
-    listed = given.get(f"{name}List") or ([given[name]] if given.get(name) else [])
-    return tuple(section(trigger) for trigger in listed)
+    name = path.rpartition(".")[2]
+    if listed := scaling.get(f"{name}List"):
+        return tuple(Trigger(f"{path}List[{i}]", section(given)) for i, given in enumerate(listed))
+    return (Trigger(path, section(scaling[name])),) if scaling.get(name) else ()
 
 
 def instance_types(spec: Spec) -> tuple[str, ...]:
@@ -141,8 +148,7 @@ def routed(endpoint: Endpoint) -> bool:
 
 
 def invocation_path(spec: Spec) -> str:
-    """`invocationEndpoint` with its one leading slash."""
-    return _path("/" + spec.invocation_endpoint.strip("/"), "spec.invocationEndpoint")
+    return _path(spec.invocation_path, "spec.invocationEndpoint")
 
 
 def deploy_seconds(spec: Spec) -> int:
@@ -152,6 +158,6 @@ def deploy_seconds(spec: Spec) -> int:
 
 def _path(path: str, field: str) -> str:
     """A path that configurations can hold as it is."""
-    if not _PATH.fullmatch(path):
-        raise RenderError(f"{field}: {path!r} is not a plain path: letters, digits, . _ ~ - and / only")
+    if not is_plain_path(path):
+        raise RenderError(f"{field}: must be {PLAIN_PATH} (it is {path!r})")
     return path

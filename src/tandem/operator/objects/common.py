@@ -82,7 +82,9 @@ def collector(plan: Plan, mount: Object, config_file: str) -> Object:
         "args": [f"--config={config_file}"],
         "env": [field("POD_NAME", "metadata.name"), field("NODE_NAME", "spec.nodeName")],
         "ports": [{"name": "metrics", "containerPort": names.COLLECTOR_METRICS_PORT}],
-        "livenessProbe": http_probe("/", names.COLLECTOR_HEALTH_PORT, periodSeconds=30, timeoutSeconds=5),
+        "livenessProbe": http_probe(
+            "/", names.COLLECTOR_HEALTH_PORT, initialDelaySeconds=10, periodSeconds=30, timeoutSeconds=5
+        ),
         # No readiness: a collector in trouble is no reason to take its pod's engine out of use.
         "resources": dict(given) if given else resources("50m", "128Mi", "500m", "512Mi"),
         "securityContext": locked(COLLECTOR_USER),

@@ -19,7 +19,7 @@ def ingress(plan: Plan) -> Object:
         "target-type": "ip",
         "backend-protocol": "HTTP",
         "listen-ports": '[{"HTTPS":443}]' if certificate else '[{"HTTP":80}]',
-        # The router's readiness says whether it can serve; a path of the engines is not there.
+        # The router's readiness says whether it can serve; its /health, only that it lives.
         "healthcheck-path": "/ready" if plan.routed else plan.balancer.health_path,
         "load-balancer-attributes": f"idle_timeout.timeout_seconds={idle}",
         "target-group-attributes": (

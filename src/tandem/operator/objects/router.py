@@ -42,7 +42,7 @@ def deployment(plan: Plan, config: Object | None) -> Object:
         containers.append(collector(plan, mount, _COLLECTOR_FILE))
     pod: Object = {
         "serviceAccountName": plan.names.router,
-        "automountServiceAccountToken": False,
+        "automountServiceAccountToken": True,  # it watches the pods of its engines
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace.total,
         "containers": containers,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.api import Role
-from tandem.operator import engines, names, sizes, weights
+from tandem.operator import engines, model_files, names, sizes, weights
+from tandem.operator.kv_layout import kv_layout
 from tandem.operator.objects import config_maps
 from tandem.operator.objects.common import (
     MODEL_USER,
@@ -27,6 +28,13 @@ from tandem.operator.wishes import deploy_seconds, section
 
 _CONFIG = "/etc/tandem"
 
+# nginx ends at once on SIGTERM, answers and all; on SIGQUIT it finishes them. A signal ends the first wait.
+_PROXY_COMMAND = """\
+nginx -c "$1" -g "daemon off;" &
+trap "kill -QUIT $!" TERM QUIT INT
+wait $! || wait $!
+"""
+
 
 def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
     """`config` is the pool's ConfigMap."""
@@ -42,6 +50,8 @@ def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
     )
     if pool.role is not None:
         made["metadata"]["labels"][names.ROLE_LABEL] = pool.role.value
+    if plan.disaggregated:
+        labels[names.KV_LAYOUT_LABEL] = kv_layout(plan)
     annotations = {names.CONFIG_ANNOTATION: config_hash([config])}
     if plan.metrics.enabled:
         annotations |= scrape_annotations()
@@ -51,8 +61,10 @@ def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
             **({} if is_scaled(plan, pool.scaling) else {"replicas": pool.replicas}),
             "revisionHistoryLimit": 3,
             "progressDeadlineSeconds": deploy_seconds(plan.spec),
-            # GPU nodes have no room for one more pod: one leaves before the next comes.
+            # GPU nodes have no room for one more pod: one leaves before the next comes, and stays a while
+            # before another leaves, as routers need as long to know of it as to forget one.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "minReadySeconds": sizes.DRAIN_DELAY,
             "selector": {"matchLabels": plan.names.pool_selector(pool.role)},
             "template": {
                 "metadata": {"labels": labels, "annotations": annotations},
@@ -202,23 +214,20 @@ def _proxy(plan: Plan, pool: Pool) -> Object:
         _mount("tandem-config", conf, config_maps.NGINX),
         {"name": "tandem-proxy-tmp", "mountPath": "/tmp"},
     ]
-    if plan.routed and weights.in_folder(plan, engines.model_folder(plan, pool)):
+    if model_files.folder(plan, pool) is not None:
         mounts.append(weights.mount(plan))
-    grace = plan.grace(pool)
-    # nginx ends at once on SIGTERM, answers and all; on QUIT it finishes them. Its pid file goes with it.
-    quit_ = f"sleep {grace.leave}; nginx -c {conf} -s quit; while [ -e /tmp/nginx.pid ]; do sleep 1; done"
     healthy = http_probe("/healthz", names.PROXY_METRICS_PORT, periodSeconds=10, timeoutSeconds=5)
     return {
         "name": names.PROXY_CONTAINER,
         "image": plan.settings.proxy_image,
-        "command": ["nginx", "-c", conf, "-g", "daemon off;"],
+        "command": ["sh", "-c", _PROXY_COMMAND, "sh", conf],
         "ports": [
             {"name": "proxy", "containerPort": names.PROXY_PORT},
             {"name": "proxy-metrics", "containerPort": names.PROXY_METRICS_PORT},
         ],
         "livenessProbe": healthy | {"periodSeconds": 30},
         "readinessProbe": healthy,
-        "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", quit_]}}},
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(plan.grace(pool).leave)]}}},
         "resources": dict(given) if given else resources("100m", "64Mi", "2", "512Mi"),
         "securityContext": locked(PROXY_USER),
         "volumeMounts": mounts,

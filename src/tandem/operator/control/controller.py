@@ -1,0 +1,203 @@
+"""One pass over one endpoint: its objects made as they should be, and its status told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from tandem.api.annotations import parse_annotations
+from tandem.kube import ApiError, Client, Key, Object, Resource, key_of, resource_of
+from tandem.kube import resources as kinds
+from tandem.operator import names
+from tandem.operator.control.desired import UID_ANNOTATION, Desired, desired
+from tandem.operator.control.events import Recorder, transitions
+from tandem.operator.control.owned import MANAGER, Owned, Refused
+from tandem.operator.control.status import Outcome, change, deleting, new_status
+from tandem.operator.control.trouble import needs_warnings
+from tandem.operator.control.watches import ENDPOINT, Watches, labels_of
+from tandem.operator.settings import Settings
+
+FINALIZER = "tandem.dev/objects"
+"""On an endpoint from before its first object is made until its last one is gone."""
+QUIET_SECONDS = 10.0
+"""A pod that has not started for so long is asked about: its Events tell why."""
+LOOK_AGAIN_SECONDS = 15.0
+MOST_ASKED = 4
+"""Pods of one endpoint whose Events are read in one pass: pods of one kind have the same trouble."""
+
+log = logging.getLogger(__name__)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Controller:
+    """`reconcile` may be called at any time for any endpoint: it looks at what is there, not at what has
+    happened. A pass over an endpoint that is as it should be sends nothing."""
+
+    def __init__(
+        self, client: Client, watches: Watches, settings: Settings, now: Callable[[], datetime] = _now
+    ) -> None:
+        self._client = client
+        self._watches = watches
+        self._settings = settings
+        self._now = now
+        self._recorder = Recorder(client)
+        self._owned = Owned(client, watches.owned)
+        self._desired: dict[Key, tuple[object, Desired]] = {}
+        self._told: dict[Key, tuple[str, Object]] = {}
+        """The status last written, and the version of the endpoint that it was written on."""
+        watches.gone.append(self._owned.gone)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Returns after how many seconds the endpoint should be looked at again without a change; None for
+        never. Raises KubeError where the API server fails us: the pass is to be repeated."""
+        found = self._watches.endpoints.get(key)
+        if found is None:
+            # Gone, with its finalizer taken off by force or while nobody looked.
+            self._forget(key)
+            await self._remove(filter(_is_made, self._watches.owned_by(key)))
+            return None
+        metadata = found["metadata"]
+        extensions, _ = parse_annotations(metadata.get("annotations") or {})
+        if not extensions.managed:
+            await self._let_go(found)
+            return None
+        if "deletionTimestamp" in metadata:
+            await self._delete(found)
+            return None
+        if FINALIZER not in metadata.get("finalizers", ()):
+            await self._finalizers(found, drop=False)
+        made = self._made(key, found)
+        outcome = made.outcome
+        if made.objects and not extensions.paused:
+            outcome = await self._make(key, made)
+        return await self._report(found, outcome, paused=extensions.paused)
+
+    def _forget(self, key: Key) -> None:
+        self._desired.pop(key, None)
+        self._told.pop(key, None)
+
+    def _status(self, found: Object) -> Object:
+        """As last told, also where the watch does not show it yet."""
+        version, told = self._told.get(key_of(found), ("", {}))
+        current: Object = found.get("status") or {}
+        return told if version == found["metadata"]["resourceVersion"] else current
+
+    def _made(self, key: Key, found: Object) -> Desired:
+        """Rendered again only where the endpoint has changed."""
+        metadata = found["metadata"]
+        of = metadata["uid"], metadata.get("generation"), metadata.get("annotations")
+        kept = self._desired.get(key)
+        if kept is None or kept[0] != of:
+            kept = self._desired[key] = of, desired(found, self._settings)
+        return kept[1]
+
+    async def _make(self, key: Key, made: Desired) -> Outcome:
+        refused: list[str] = []
+        absent: set[str] = set()
+        wanted: set[tuple[Resource, Key]] = set()
+        ours = dict(zip((names.NAMESPACE_LABEL, names.ENDPOINT_LABEL), labels_of(key), strict=True))
+        for thing in made.objects:
+            resource = resource_of(thing)
+            wanted.add((resource, key_of(thing)))
+            if not self._watches.served(resource):
+                absent.add(resource.definition)
+                continue
+            try:
+                await self._owned.make(thing, ours)
+            except Refused as error:
+                refused.append(str(error))
+        await self._remove(
+            there
+            for there in self._watches.owned_by(key)
+            if _is_made(there) and (resource_of(there), key_of(there)) not in wanted
+        )
+        return replace(made.outcome, refused=tuple(refused), absent=tuple(sorted(absent)))
+
+    async def _delete(self, found: Object) -> None:
+        """What lies in the endpoint's namespace would go with it; what lies elsewhere would not. Each object
+        that goes brings the endpoint back here."""
+        if FINALIZER not in found["metadata"].get("finalizers", ()):
+            return
+        left = list(filter(_is_made, self._watches.owned_by(key_of(found))))
+        if left:
+            await self._remove(left)
+            await self._tell(found, deleting(found, self._status(found), len(left), self._now()))
+        else:
+            await self._finalizers(found, drop=True)
+
+    async def _let_go(self, found: Object) -> None:
+        """An endpoint that is not for us: nothing of it is ours."""
+        self._forget(key_of(found))
+        if FINALIZER in found["metadata"].get("finalizers", ()):
+            await self._finalizers(found, drop=True)
+
+    async def _finalizers(self, found: Object, *, drop: bool) -> None:
+        metadata = found["metadata"]
+        kept = [name for name in metadata.get("finalizers", ()) if name != FINALIZER]
+        finalizers = kept if drop else [*kept, FINALIZER]
+        # With the version, so that a finalizer that another adds meanwhile is not lost.
+        patch = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": finalizers}}
+        namespace, name = key_of(found)
+        try:
+            await self._client.patch(ENDPOINT, name, namespace, patch, manager=MANAGER)
+        except ApiError as error:
+            if not error.missing:
+                raise
+
+    async def _remove(self, objects: Iterable[Object]) -> None:
+        for there in list(objects):
+            await self._owned.remove(there)
+
+    async def _report(self, found: Object, outcome: Outcome, *, paused: bool) -> float | None:
+        key = key_of(found)
+        owned, pods = self._watches.owned_by(key), self._watches.pods_of(key)
+        silent = sorted((pod for pod in pods if needs_warnings(pod)), key=lambda pod: key_of(pod))
+        warnings = await self._warnings(silent)
+        before = self._status(found)
+        status = new_status(found, before, outcome, owned, pods, warnings, paused=paused, now=self._now())
+        await self._tell(found, status)
+        return LOOK_AGAIN_SECONDS if silent else None
+
+    async def _warnings(self, silent: Sequence[Object]) -> dict[str, Sequence[Object]]:
+        long_ago = self._now() - timedelta(seconds=QUIET_SECONDS)
+        asked = [pod for pod in silent if _created(pod) < long_ago][:MOST_ASKED]
+        found: dict[str, Sequence[Object]] = {}
+        for pod in asked:
+            uid = pod["metadata"]["uid"]
+            listing = await self._client.list(
+                kinds.EVENT, pod["metadata"]["namespace"], fields=f"involvedObject.uid={uid},type=Warning"
+            )
+            found[uid] = listing.items
+        return found
+
+    async def _tell(self, found: Object, status: Object) -> None:
+        before = self._status(found)
+        patch = change(before, status)
+        if not patch:
+            return
+        namespace, name = key_of(found)
+        try:
+            await self._client.patch(
+                ENDPOINT, name, namespace, {"status": patch}, manager=MANAGER, subresource="status"
+            )
+        except ApiError as error:
+            if error.missing:
+                return
+            raise
+        self._told[key_of(found)] = found["metadata"]["resourceVersion"], status
+        for event in transitions(before.get("conditions") or (), status["conditions"]):
+            await self._recorder.tell(found, event, self._now())
+
+
+def _created(pod: Object) -> datetime:
+    return datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
+
+
+def _is_made(there: Object) -> bool:
+    """By an operator, not applied by hand."""
+    return UID_ANNOTATION in (there["metadata"].get("annotations") or {})

@@ -1,0 +1,84 @@
+"""What a resource as the cluster has it should become: a pure function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.api import read_endpoint
+from tandem.engine.validation import validate
+from tandem.kube import Object
+from tandem.operator.control.status import Outcome, Wanted
+from tandem.operator.errors import RenderError
+from tandem.operator.plan import Plan, plan
+from tandem.operator.render import rendered
+from tandem.operator.settings import Settings
+
+UID_ANNOTATION = "tandem.dev/endpoint-uid"
+"""On each object that the operator makes: the UID of the endpoint it is for."""
+
+
+@dataclass(frozen=True)
+class Desired:
+    outcome: Outcome
+    objects: tuple[Object, ...] = ()
+    """Empty where nothing can be made of the resource: what is there then stays as it is."""
+
+
+def desired(found: Object, settings: Settings) -> Desired:
+    """Nothing is raised, whatever the resource holds."""
+    judged = {name: value for name, value in found.items() if name != "status"}
+    report = validate(judged, model_config=settings.model_config, stored=True)
+    warnings = tuple(f"{f.path}: {f.message}" if f.path else f.message for f in report.warnings)
+    if report.errors:
+        problems = tuple(f"{f.path}: {f.message}" if f.path else f.message for f in report.errors)
+        return Desired(Outcome(problems=problems, problem_reason="Invalid", warnings=warnings))
+    try:
+        made = plan(read_endpoint(judged), settings)
+        rendering = rendered(made)
+    except RenderError as error:
+        return Desired(Outcome(problems=(str(error),), warnings=warnings))
+    outcome = Outcome(
+        warnings=(*warnings, *rendering.notes),
+        wanted=_wanted(made),
+        disaggregated=made.spec.pd_spec is not None,
+        transfer=_transfer(made),
+        metrics=_metrics(made),
+    )
+    return Desired(outcome, tuple(_with_owner(o, found) for o in rendering.objects))
+
+
+def _wanted(made: Plan) -> tuple[Wanted, ...]:
+    namespace, system = made.names.namespace, made.names.system_namespace
+    workers = [Wanted(pool.component, (namespace, made.names.pool(pool.role))) for pool in made.pools]
+    if made.routed:
+        workers.append(Wanted("router", (system, made.names.router)))
+    return tuple(workers)
+
+
+def _transfer(made: Plan) -> dict[str, str] | None:
+    if made.spec.pd_spec is None:
+        return None
+    return {"connector": made.connector.name, "reason": made.connector.reason}
+
+
+def _metrics(made: Plan) -> dict[str, object]:
+    model = {"port": made.metrics.port, "path": made.metrics.path}
+    return {"enabled": made.metrics.enabled, "modelMetrics": model}
+
+
+def _with_owner(made: Object, endpoint: Object) -> Object:
+    """Objects in the endpoint's namespace go with it even where no operator runs; owners elsewhere are not
+    allowed. By the annotation the operator knows what it made from what was applied by hand."""
+    owner, metadata = endpoint["metadata"], made["metadata"]
+    annotations = metadata.get("annotations", {}) | {UID_ANNOTATION: owner["uid"]}
+    metadata = metadata | {"annotations": annotations}
+    if metadata.get("namespace") == owner["namespace"]:
+        reference = {
+            "apiVersion": endpoint["apiVersion"],
+            "kind": endpoint["kind"],
+            "name": owner["name"],
+            "uid": owner["uid"],
+            "controller": True,
+        }
+        metadata["ownerReferences"] = [reference]
+    return {**made, "metadata": metadata}

@@ -1,0 +1,169 @@
+"""Why a pod does not become ready, by its cause: what its status says, and the warnings about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.kube import Object
+
+LONGEST_TEXT = 600
+"""Characters of a message that are kept."""
+
+_STARTING = ("ContainerCreating", "PodInitializing")
+_LOUD = re.compile(
+    r"error|exception|fatal|cannot|failed|refused|denied|no space|not found|killed", re.IGNORECASE
+)
+_STAMP = r"(?:(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\s*)?"
+_LOG_HEAD = re.compile(
+    rf"(?:\([^)]*\)\s*)?{_STAMP}(?:(?:ERROR|CRITICAL|FATAL|WARNING|INFO):?\s+)?{_STAMP}(?:\[[^\]]*\]\s*)?"
+)
+"""What stands before the message: vLLM's process, time, level, file."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    reason: str
+    """One word, as Kubernetes has it: ImagePullBackOff, OOMKilled, Unschedulable, NodeNotReady …"""
+    message: str
+    pod: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message} (pod {self.pod})"
+
+
+def pod_trouble(pod: Object, warnings: Sequence[Object] = ()) -> Trouble | None:
+    """None for a pod that is ready, or on its way without a sign of trouble. `warnings` are Events about it,
+    which are looked at where the pod's own status tells no cause."""
+    if is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
+        return None
+    status = pod.get("status", {})
+    found = (
+        _unschedulable(status)
+        or _lost(pod, status)
+        or _evicted(status)
+        or next(_containers(status), None)
+        or _warned(warnings)
+    )
+    return Trouble(*found, pod["metadata"]["name"]) if found else None
+
+
+def needs_warnings(pod: Object) -> bool:
+    """Whether only Events can tell why the pod does not go on: its volumes are not mounted, its sandbox is
+    not made, or its probes fail."""
+    if is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
+        return False
+    return bool(pod.get("spec", {}).get("nodeName")) and pod_trouble(pod) is None
+
+
+def is_ready(pod: Object) -> bool:
+    return condition(pod, "Ready").get("status") == "True"
+
+
+def condition(found: Object, kind: str) -> dict[str, Any]:
+    """Empty where it is not there."""
+    conditions = found.get("status", {}).get("conditions") or ()
+    return next((c for c in conditions if c.get("type") == kind), {})
+
+
+def most_telling(troubles: Iterable[Trouble]) -> Trouble | None:
+    """That which most pods have; of equals the first by name, so that status does not go to and fro."""
+    ordered = sorted(troubles, key=lambda trouble: trouble.pod)
+    counts: dict[str, int] = {}
+    for trouble in ordered:
+        counts[trouble.reason] = counts.get(trouble.reason, 0) + 1
+    return max(ordered, key=lambda trouble: counts[trouble.reason], default=None)
+
+
+_Found = tuple[str, str]
+
+
+def _unschedulable(status: Object) -> _Found | None:
+    for found in status.get("conditions") or ():
+        if found.get("type") == "PodScheduled" and found.get("status") == "False":
+            reason = found.get("reason") or "Unschedulable"
+            if reason == "SchedulingGated":
+                return reason, "the pod waits for its scheduling gates"
+            return reason, _short(found.get("message") or "no node takes the pod")
+    return None
+
+
+def _lost(pod: Object, status: Object) -> _Found | None:
+    ready = condition(pod, "Ready")
+    if ready.get("reason") == "NodeNotReady" or status.get("reason") == "NodeLost":
+        node = pod.get("spec", {}).get("nodeName", "?")
+        return "NodeNotReady", f"node {node} is not ready: its kubelet no longer answers"
+    return None
+
+
+def _evicted(status: Object) -> _Found | None:
+    if status.get("phase") == "Failed" and status.get("reason"):
+        return status["reason"], _short(status.get("message") or "the pod has failed")
+    return None
+
+
+def _containers(status: Object) -> Iterator[_Found]:
+    for container in (
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ):
+        found = _container(container)
+        if found is not None:
+            yield found
+
+
+def _container(found: Object) -> _Found | None:
+    name = found["name"]
+    state, last = found.get("state", {}), found.get("lastState", {})
+    ended = state.get("terminated") or last.get("terminated")
+    waiting = state.get("waiting", {})
+    reason = waiting.get("reason") or ""
+    if ended and (ended.get("exitCode") or ended.get("signal")) and not found.get("ready"):
+        return _crash(name, ended, found.get("restartCount", 0))
+    if reason and reason not in _STARTING:
+        return reason, f"container {name}: {_short(waiting.get('message') or 'does not start')}"
+    return None
+
+
+def _crash(name: str, ended: Object, restarts: int) -> _Found:
+    reason = ended.get("reason") or "Error"
+    if reason == "OOMKilled":
+        what = "was ended because it used more memory than its limit"
+    else:
+        code = ended.get("exitCode")
+        what = f"ended with exit code {code}"
+        line = last_error(ended.get("message") or "")
+        if line:
+            what += f": {line}"
+        if reason in ("Error", "Completed"):
+            reason = "CrashLoop" if restarts > 1 else "Crash"
+    return reason, f"container {name} {what}"
+
+
+def last_error(text: str) -> str:
+    """The last line of an engine's log that sounds like the cause; else the last one. Tracebacks end with
+    their cause."""
+    lines = [_message(line) for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    loud = [line for line in lines if _LOUD.search(line) and not line.startswith(("File ", "Traceback"))]
+    return _short((loud or lines or [""])[-1])
+
+
+def _warned(warnings: Sequence[Object]) -> _Found | None:
+    bad = [event for event in warnings if event.get("type") == "Warning"]
+    if not bad:
+        return None
+    newest = max(bad, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
+    return newest.get("reason") or "Warning", _short(newest.get("message") or "")
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+
+
+def _message(line: str) -> str:
+    head = _LOG_HEAD.match(line)
+    return line[head.end() if head else 0 :].strip()

@@ -1,0 +1,1 @@
+"""The operator as a process: one leader, health, metrics, webhooks, the control loop."""

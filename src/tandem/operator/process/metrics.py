@@ -1,0 +1,57 @@
+"""Metrics of the operator itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._passes = Counter(
+            "tandem_operator_passes",
+            "Passes over endpoints: done, failed (the API server refused or did not answer), error (ours).",
+            ["result"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "tandem_operator_pass_seconds",
+            "How long a pass over one endpoint took.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.leads = Gauge(
+            "tandem_operator_leads", "1 while this operator holds the lease.", registry=self.registry
+        )
+        for result in ("done", "failed", "error"):
+            self._passes.labels(result)
+
+    def passed(self, result: str, seconds: float) -> None:
+        self._passes.labels(result).inc()
+        self._seconds.observe(seconds)
+
+    def watch_queue(self, read: Callable[[], float]) -> None:
+        self._gauge("tandem_operator_queue", "Endpoints that wait for a pass.", read)
+
+    def watch_age(self, read: Callable[[], float]) -> None:
+        self._gauge(
+            "tandem_operator_watch_age_seconds",
+            "Since the API server was last heard on the watch that is the most out of date.",
+            read,
+        )
+
+    def watch_endpoints(self, read: Callable[[], float]) -> None:
+        self._gauge("tandem_operator_endpoints", "Endpoints in the cluster.", read)
+
+    def watch_requests(self, read: Callable[[], float]) -> None:
+        self._gauge("tandem_operator_requests_total", "Requests sent to the API server.", read)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, what: str, read: Callable[[], float]) -> None:
+        Gauge(name, what, registry=self.registry).set_function(read)

@@ -1,0 +1,169 @@
+"""Running the operator until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+import tempfile
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.kube import Client, KubeError, connect
+from tandem.operator.process.alone import check_alone
+from tandem.operator.process.leader import Leader, LostLease
+from tandem.operator.process.loop import Loop
+from tandem.operator.process.metrics import Metrics
+from tandem.operator.process.serving import health_app, metrics_app, serving, tls_context, webhook_app
+from tandem.operator.settings import Settings
+from tandem.operator.webhooks.certificates import shared, utc_now
+from tandem.operator.webhooks.trust import trust
+
+STALE_SECONDS = 180.0
+"""A leader that has not heard the API server for so long is not ready."""
+CERTIFICATE_SECONDS = 86_400.0
+"""Between two looks at the webhooks' certificate."""
+LEASE = "tandem-operator"
+
+log = logging.getLogger(__name__)
+
+
+def _identity() -> str:
+    return f"{os.environ.get('POD_NAME') or socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorConfig:
+    settings: Settings = field(default_factory=Settings)
+    kubeconfig: Path | None = None
+    context: str | None = None
+    leader_elect: bool = True
+    take_over: bool = False
+    host: str | None = None
+    """Where it listens; None: on all addresses."""
+    health_port: int = 8081
+    metrics_port: int = 8080
+    webhook_port: int | None = 9443
+    """None: no webhooks."""
+    webhook_service: str = "tandem-operator-webhook"
+    """The Service by which API servers reach the webhooks."""
+    webhook_secret: str = "tandem-operator-webhook"
+    """Where the certificate that the operator makes is kept."""
+    webhook_certificates: Path | None = None
+    """A folder with tls.crt and tls.key of another maker (cert-manager), who also tells API servers."""
+    identity: str = field(default_factory=_identity)
+
+
+async def run(config: OperatorConfig) -> None:
+    """Until SIGTERM or SIGINT.
+
+    Raises NoCluster, NotAlone, KubeError (the API server does not answer at the start), LostLease, and
+    OSError where a port is taken or a certificate cannot be read.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with connect(config.kubeconfig, config.context) as client:
+        operator = _Operator(client, config)
+        work = asyncio.create_task(operator.run())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not work.done():
+            log.info("stopping")
+            work.cancel()
+        try:
+            await work
+        except asyncio.CancelledError:
+            pass
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
+class _Operator:
+    def __init__(self, client: Client, config: OperatorConfig) -> None:
+        self._client = client
+        self._config = config
+        self._metrics = Metrics()
+        self._metrics.watch_requests(lambda: client.requests)
+        self._loop: Loop | None = None
+        self._started = False
+
+    async def run(self) -> None:
+        config = self._config
+        namespace = config.settings.system_namespace
+        await check_alone(self._client, namespace, take_over=config.take_over)
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            await stack.enter_async_context(
+                serving(health_app(self._not_ready), config.host, config.health_port)
+            )
+            await stack.enter_async_context(
+                serving(metrics_app(self._metrics.text), config.host, config.metrics_port)
+            )
+            if config.webhook_port is not None:
+                await self._webhooks(stack, group, config.webhook_port)
+            self._started = True
+            if config.leader_elect:
+                await self._lead(namespace)
+            else:
+                await self._work()
+
+    async def _lead(self, namespace: str) -> None:
+        leader = Leader(self._client, namespace, LEASE, self._config.identity)
+        await leader.acquire()
+        self._metrics.leads.set(1)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(leader.hold())
+                group.create_task(self._work())
+        except ExceptionGroup as group:
+            lost, others = group.split(LostLease)
+            raise (lost or others or group).exceptions[0] from None
+        finally:
+            self._metrics.leads.set(0)
+            await leader.release()
+
+    async def _work(self) -> None:
+        self._loop = Loop(self._client, self._config.settings, self._metrics)
+        await self._loop.run()
+
+    def _not_ready(self) -> str | None:
+        if not self._started:
+            return "starting"
+        if self._loop is not None and self._loop.age > STALE_SECONDS:
+            return f"the API server was last heard {self._loop.age:.0f} s ago"
+        return None
+
+    async def _webhooks(self, stack: AsyncExitStack, group: asyncio.TaskGroup, port: int) -> None:
+        folder = self._config.webhook_certificates
+        own = folder is None
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-webhooks-")))
+            await self._certificate(folder)
+        context = tls_context(folder / "tls.crt", folder / "tls.key")
+        await stack.enter_async_context(serving(webhook_app(), self._config.host, port, context))
+        group.create_task(self._renew(folder, context, own=own))
+
+    async def _certificate(self, folder: Path) -> None:
+        """Into the folder, and to the API servers."""
+        config, namespace = self._config, self._config.settings.system_namespace
+        made = await shared(self._client, config.webhook_secret, config.webhook_service, namespace, utc_now())
+        (folder / "tls.key").write_bytes(made.key)
+        (folder / "tls.crt").write_bytes(made.certificate)
+        await trust(self._client, config.webhook_service, namespace, made.bundle)
+
+    async def _renew(self, folder: Path, context: ssl.SSLContext, *, own: bool) -> None:
+        while True:
+            await asyncio.sleep(CERTIFICATE_SECONDS)
+            try:
+                if own:
+                    await self._certificate(folder)
+                context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+            except (KubeError, OSError) as error:
+                log.warning("the webhooks' certificate could not be renewed: %s", error)

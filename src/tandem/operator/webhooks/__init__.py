@@ -1,0 +1,1 @@
+"""Webhooks: conversion between versions and admission, and the certificate they serve with."""

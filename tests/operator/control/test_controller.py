@@ -1,0 +1,272 @@
+"""The control loop beside a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tandem.operator import render
+
+from ..endpoints import ROUTER_NAMESPACE, SETTINGS, endpoint
+from .conftest import World, operating
+
+pytestmark = pytest.mark.timeout(300)  # the first one waits for the server
+
+DECODE = "Deployment/decode-pd-hf"
+
+
+async def test_an_endpoint_becomes_what_render_prints(world: World) -> None:
+    manifest = world.manifest()
+    await world.apply(manifest)
+    wanted = render(endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS).objects
+    names = {f"{o['kind']}/{o['metadata']['name']}" for o in wanted}
+    await world.until(world.has(*names), "the objects")
+    found = await world.objects("deploy,svc,cm,netpol,pdb,ingress,sa,role,rolebinding")
+    assert found.keys() == names
+    uid = (await world.endpoint())["metadata"]["uid"]
+    for made in found.values():
+        owners = [owner["uid"] for owner in made["metadata"].get("ownerReferences", ())]
+        assert owners == ([uid] if made["metadata"]["namespace"] == world.namespace else [])
+
+
+async def test_its_status_goes_from_pending_to_complete(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.state("DeploymentPending"), "pending")
+    await world.report_when_there("prefill-pd-hf", ready=False)
+    await world.until(world.state("DeploymentInProgress"), "in progress")
+    await world.deployed()
+    await world.until(world.state("DeploymentComplete"), "complete")
+    await world.kubectl("wait", "--for=condition=Ready", "iec/pd-hf", "-n", world.namespace, "--timeout=5s")
+    message = await world.kubectl(
+        "get", "iec", "pd-hf", "-n", world.namespace, "-o", "jsonpath={.status.conditions[0].message}"
+    )
+    assert message == "DPD prefill and decode deployments are ready"
+    line = (await world.kubectl("get", "iec", "-n", world.namespace)).splitlines()[1].split()
+    assert line[:5] == ["pd-hf", "DeploymentComplete", "1/1", "1/1", "1/1"]
+    events = await world.kubectl("get", "events", "-n", world.namespace)
+    assert "Deployed" in events
+
+
+async def test_nothing_is_sent_for_an_endpoint_at_rest_and_a_new_operator_changes_nothing(
+    world: World,
+) -> None:
+    await world.apply(world.manifest())
+    await world.deployed()
+    await world.until(world.state("DeploymentComplete"), "complete")
+    await world.settled()
+    before = world.client.requests
+    await asyncio.sleep(3)
+    assert world.client.requests == before
+    objects = {name: o["metadata"]["resourceVersion"] for name, o in (await world.objects()).items()}
+    objects["iec"] = (await world.endpoint())["metadata"]["resourceVersion"]
+    async with operating(world.server) as second:
+        async with asyncio.timeout(20):
+            while second.requests < 20:
+                await asyncio.sleep(0.2)
+        await asyncio.sleep(2)
+    after = {name: o["metadata"]["resourceVersion"] for name, o in (await world.objects()).items()}
+    after["iec"] = (await world.endpoint())["metadata"]["resourceVersion"]
+    assert after == objects
+
+
+async def test_only_finalizer_and_status_of_the_endpoint_are_the_operators(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.state("DeploymentPending"), "its status")
+    found = json.loads(
+        await world.kubectl(
+            "get", "iec", "pd-hf", "-n", world.namespace, "-o", "json", "--show-managed-fields"
+        )
+    )
+    ours = [m for m in found["metadata"]["managedFields"] if m["manager"] == "tandem-operator"]
+    written = {field for entry in ours for field in entry["fieldsV1"]}
+    assert written == {"f:metadata", "f:status"}
+    metadata = [m["fieldsV1"]["f:metadata"] for m in ours if "f:metadata" in m["fieldsV1"]]
+    assert [list(m) for m in metadata] == [["f:finalizers"]]
+
+
+async def test_an_edit_is_mended_and_a_deleted_object_made_again(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(DECODE), "the deployments")
+    await world.settled()
+    image = (await world.objects())[DECODE]["spec"]["template"]["spec"]["containers"][0]["image"]
+    await world.kubectl("set", "image", "deploy/decode-pd-hf", "*=evil:latest", "-n", world.namespace)
+
+    async def mended() -> bool:
+        container = (await world.objects())[DECODE]["spec"]["template"]["spec"]["containers"][0]
+        return bool(container["image"] == image)
+
+    await world.until(mended, "the image")
+    await world.kubectl("delete", "svc", "decode-pd-hf", "-n", world.namespace)
+    await world.until(world.has("Service/decode-pd-hf"), "the service")
+    await world.kubectl(
+        "label", "deploy", "decode-pd-hf", "tandem.dev/component=x", "--overwrite", "-n", world.namespace
+    )
+
+    async def labelled() -> bool:
+        return bool((await world.objects())[DECODE]["metadata"]["labels"]["tandem.dev/component"] == "decode")
+
+    await world.until(labelled, "the label")
+
+
+async def test_a_change_reaches_the_objects(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(DECODE), "the deployments")
+    await world.apply(world.manifest(**{"spec.pdSpec.decodingSpec.replicas": 3}))
+
+    async def scaled() -> bool:
+        return bool((await world.objects())[DECODE]["spec"]["replicas"] == 3)
+
+    await world.until(scaled, "three decoders")
+
+
+async def test_to_colocated_and_back(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(DECODE), "the decoders")
+    await world.apply(world.manifest(**{"spec.pdSpec": ...}))
+
+    async def colocated() -> bool:
+        found = await world.objects()
+        return "Deployment/pd-hf" in found and DECODE not in found and "Service/prefill-pd-hf" not in found
+
+    await world.until(colocated, "colocated alone")
+    await world.apply(world.manifest())
+
+    async def back() -> bool:
+        found = await world.objects()
+        return DECODE in found and "Deployment/pd-hf" not in found
+
+    await world.until(back, "disaggregated alone")
+
+
+async def test_a_deleted_endpoint_leaves_nothing(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(f"Ingress/alb-pd-hf-{world.namespace}"), "all objects")
+    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
+    assert await world.objects() == {}
+
+
+async def test_what_lies_in_the_system_namespace_goes_also_when_the_finalizer_was_taken_off(
+    world: World,
+) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(f"Ingress/alb-pd-hf-{world.namespace}"), "all objects")
+    await world.settled()
+    patch = '{"metadata":{"finalizers":null}}'
+    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--wait=false")
+    await asyncio.to_thread(
+        world.server.kubectl, "patch", "iec", "pd-hf", "-n", world.namespace, "--type=merge", "-p", patch
+    )
+
+    async def none() -> bool:
+        return await world.objects() == {}
+
+    await world.until(none, "nothing left")
+
+
+async def test_objects_applied_by_hand_are_not_deleted_and_taken_over_by_their_endpoint(
+    world: World,
+) -> None:
+    made = render(endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS).objects
+    listed = {"apiVersion": "v1", "kind": "List", "items": list(made)}
+    await world.kubectl("apply", "-f", "-", stdin=listed)
+    await world.settled()
+    assert DECODE in await world.objects()
+    await world.apply(world.manifest())
+
+    async def taken() -> bool:
+        return "ownerReferences" in (await world.objects())[DECODE]["metadata"]
+
+    await world.until(taken, "an owner")
+    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
+    assert await world.objects() == {}
+
+
+async def test_a_paused_endpoint_is_left_as_it_is(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(DECODE), "the deployments")
+    name = ("iec", "pd-hf", "-n", world.namespace)
+    await world.kubectl("annotate", *name, "tandem.dev/paused=true")
+
+    async def paused() -> bool:
+        conditions = (await world.endpoint())["status"]["conditions"]
+        return any(c["type"] == "Paused" for c in conditions)
+
+    await world.until(paused, "the condition")
+    await world.kubectl("scale", "deploy/decode-pd-hf", "--replicas=5", "-n", world.namespace)
+    await world.settled()
+    assert (await world.objects())[DECODE]["spec"]["replicas"] == 5
+    await world.kubectl("annotate", *name, "tandem.dev/paused-")
+
+    async def mended() -> bool:
+        return bool((await world.objects())[DECODE]["spec"]["replicas"] == 1)
+
+    await world.until(mended, "as it was")
+
+
+async def test_an_endpoint_that_is_not_for_us_is_not_touched(world: World) -> None:
+    await world.apply(world.manifest(**{"metadata.annotations": {"tandem.dev/managed": "false"}}))
+    await world.settled()
+    found = await world.endpoint()
+    assert "finalizers" not in found["metadata"]
+    assert "status" not in found
+    assert await world.objects() == {}
+
+
+async def test_a_mistake_is_told_and_what_runs_goes_on(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(DECODE), "the deployments")
+    await world.settled()
+    await world.apply(world.manifest(**{"spec.worker.args": ["--tensor-parallel-size", "none"]}))
+    await world.until(world.state("DeploymentFailed"), "its state")
+    conditions = {c["type"]: c for c in (await world.endpoint())["status"]["conditions"]}
+    assert conditions["Validated"]["status"] == "False"
+    assert "spec.worker.args" in conditions["Validated"]["message"]
+    assert DECODE in await world.objects()
+    await world.apply(world.manifest())
+    await world.until(world.state("DeploymentPending"), "recovery")
+
+
+async def test_anothers_object_is_not_taken(world: World) -> None:
+    await world.kubectl(
+        "create", "configmap", "decode-pd-hf", "--from-literal=a=theirs", "-n", world.namespace
+    )
+    await world.apply(world.manifest())
+    await world.until(world.state("DeploymentFailed"), "its state")
+    message = (await world.endpoint())["status"]["conditions"][0]["message"]
+    assert "ConfigMap decode-pd-hf" in message
+    assert "another owner" in message
+    theirs = json.loads(await world.kubectl("get", "cm", "decode-pd-hf", "-n", world.namespace, "-o", "json"))
+    assert theirs["data"] == {"a": "theirs"}
+
+
+async def test_without_keda_autoscaling_is_a_condition(world: World) -> None:
+    trigger = {
+        "minReplicaCount": 1,
+        "maxReplicaCount": 3,
+        "cloudWatchTrigger": {"name": "x", "namespace": "n", "metricName": "m", "targetValue": 1},
+    }
+    await world.apply(world.manifest(**{"spec.pdSpec.autoScalingSpec.decodingAutoScaling": trigger}))
+    await world.until(world.has(DECODE), "the deployments")
+
+    async def told() -> bool:
+        conditions = (await world.endpoint()).get("status", {}).get("conditions", ())
+        return any(c["reason"] == "KedaMissing" for c in conditions)
+
+    await world.until(told, "the condition")
+
+
+async def test_a_namespace_that_is_deleted_under_way_is_left(world: World) -> None:
+    await world.apply(world.manifest())
+    await world.until(world.has(DECODE), "the deployments")
+    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--wait=false")
+    await world.kubectl("delete", "namespace", world.namespace, "--wait=false")
+
+    async def gone() -> bool:
+        selector = f"-l=tandem.dev/endpoint-namespace={world.namespace}"
+        return "No resources" not in await world.kubectl(
+            "get", "deploy", "-n", ROUTER_NAMESPACE, selector, "-o", "name"
+        )
+
+    await world.until(gone, "the router's objects")

@@ -1,0 +1,181 @@
+"""Objects are made as they are desired, mended when edited, and left alone otherwise."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from tandem.kube import ApiError, Key, KubeError, Object, Resource
+from tandem.kube import resources as kinds
+from tandem.operator.control.owned import SHOWN_SECONDS, Owned, Refused
+
+from ..fake_api import FakeApi
+
+OURS = {"owner": "x"}
+KEY = ("team-a", "config")
+
+
+def config(**data: str) -> Object:
+    metadata: Object = {"name": KEY[1], "namespace": KEY[0], "labels": dict(OURS)}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+class World:
+    """A cluster, and the copy of it that watches keep, which may lag behind."""
+
+    def __init__(self) -> None:
+        self.api = FakeApi()
+        self.seen: dict[Resource, dict[Key, Object]] = defaultdict(dict)
+        self.now = 0.0
+        self.owned = Owned(self.api, self.seen, lambda: self.now)
+
+    def look(self) -> None:
+        before = self.seen[kinds.CONFIG_MAP]
+        self.seen[kinds.CONFIG_MAP] = self.api.seen(kinds.CONFIG_MAP)
+        for key in before.keys() - self.seen[kinds.CONFIG_MAP].keys():
+            self.owned.gone(kinds.CONFIG_MAP, key)
+
+    async def make(self, **data: str) -> bool:
+        return await self.owned.make(config(**data), OURS)
+
+    @property
+    def live(self) -> Any:
+        return self.api.objects[kinds.CONFIG_MAP, KEY]["data"]
+
+
+async def test_it_is_made_once() -> None:
+    world = World()
+    assert await world.make(a="1")
+    assert not await world.make(a="1"), "the watch does not show it yet"
+    world.look()
+    assert not await world.make(a="1")
+    assert world.live == {"a": "1"}
+
+
+async def test_it_is_made_otherwise_when_that_is_desired() -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    assert await world.make(a="2")
+    assert not await world.make(a="2"), "the watch still shows the old one"
+    world.look()
+    assert not await world.make(a="2")
+    assert world.live == {"a": "2"}
+
+
+async def test_an_edit_is_mended() -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    world.api.edit(kinds.CONFIG_MAP, KEY, data={"a": "edited"})
+    world.look()
+    assert await world.make(a="1")
+    assert world.live == {"a": "1"}
+    world.look()
+    assert not await world.make(a="1")
+
+
+async def test_an_edit_back_to_what_it_was_before_our_change_is_mended_too() -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    await world.make(a="2")
+    world.look()
+    world.api.edit(kinds.CONFIG_MAP, KEY, data={"a": "1"})
+    world.look()
+    assert await world.make(a="2")
+    assert world.live == {"a": "2"}
+
+
+async def test_what_is_deleted_is_made_again() -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    await world.api.delete(kinds.CONFIG_MAP, KEY[1], KEY[0])
+    world.look()
+    assert await world.make(a="1")
+    assert world.live == {"a": "1"}
+
+
+async def test_what_the_watch_never_shows_is_made_again_after_a_while() -> None:
+    world = World()
+    await world.make(a="1")
+    world.now = SHOWN_SECONDS + 1
+    assert await world.make(a="1")
+
+
+async def test_status_is_no_edit() -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    world.api.edit(kinds.CONFIG_MAP, KEY, status={"ready": 1})
+    world.look()
+    assert not await world.make(a="1")
+
+
+async def test_a_new_operator_applies_once_and_changes_nothing() -> None:
+    world = World()
+    await world.make(a="1")
+    version = world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["resourceVersion"]
+    world.look()
+    world.owned = Owned(world.api, world.seen, lambda: world.now)
+    assert await world.make(a="1")
+    assert not await world.make(a="1")
+    assert world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["resourceVersion"] == version
+
+
+async def test_anothers_object_is_not_taken() -> None:
+    world = World()
+    theirs = config(a="theirs")
+    theirs["metadata"]["labels"] = {"owner": "someone"}
+    await world.api.create(theirs, kinds.CONFIG_MAP, manager="them")
+    with pytest.raises(Refused, match="another owner"):
+        await world.make(a="1")
+    assert world.live == {"a": "theirs"}
+    world.look()
+    with pytest.raises(Refused, match="another owner"):
+        await world.make(a="1")
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+async def test_what_can_never_be_applied_is_refused(status: int) -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    world.api.refusal = ApiError(status, "Invalid", "spec is immutable")
+    with pytest.raises(Refused, match="ConfigMap config: spec is immutable"):
+        await world.make(a="2")
+
+
+@pytest.mark.parametrize("status", [409, 429, 500, 503])
+async def test_what_may_go_well_later_is_tried_again(status: int) -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    world.api.refusal = ApiError(status, "", "later")
+    with pytest.raises(KubeError):
+        await world.make(a="2")
+    world.api.refusal = None
+    assert await world.make(a="2")
+
+
+async def test_only_the_object_that_was_seen_is_deleted() -> None:
+    world = World()
+    await world.make(a="1")
+    old = world.api.objects[kinds.CONFIG_MAP, KEY]
+    await world.api.delete(kinds.CONFIG_MAP, KEY[1], KEY[0])
+    await world.api.create(config(a="new"), kinds.CONFIG_MAP, manager="x")
+    await world.owned.remove(old)
+    assert world.live == {"a": "new"}
+
+
+async def test_what_is_being_deleted_is_not_deleted_again() -> None:
+    world = World()
+    await world.make(a="1")
+    found = world.api.objects[kinds.CONFIG_MAP, KEY]
+    leaving = {**found, "metadata": {**found["metadata"], "deletionTimestamp": "2026-11-30T00:00:00Z"}}
+    world.api.calls.clear()
+    await world.owned.remove(leaving)
+    assert world.api.calls == []
