@@ -87,7 +87,7 @@ metadata: {name: small}
 spec:
   modelName: small
   loadBalancer: {healthCheckPath: /health}
-  modelSourceConfig: {modelSourceType: s3}
+  modelSourceConfig: {modelSourceType: s3, s3Storage: {bucketName: models, region: us-east-2}}
   pdSpec: {prefillSpec: {}, decodingSpec: {}}
   worker:
     image: vllm

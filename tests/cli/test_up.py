@@ -30,7 +30,7 @@ def test_a_dry_run_as_json_is_one_document_on_stdout(
     plan = json.loads(done.out)
     assert plan["url"] == "http://127.0.0.1:9000"
     assert [e["cpus"] for e in plan["engines"]] == [[0, 1], [2, 3]]
-    assert plan["unusedFields"] == ["spec.loadBalancer"]
+    assert plan["unusedFields"] == ["spec.loadBalancer", "spec.modelSourceConfig.s3Storage"]
 
 
 def test_a_dry_run_prints_command_lines_that_could_be_typed(
@@ -55,8 +55,8 @@ def test_every_problem_of_a_manifest_is_listed(tandem_command: Tandem, manifest:
     assert done.err.splitlines() == [
         f"tandem: {manifest} is not a valid InferenceEndpointConfig:",
         "  spec.modelName: is required",
+        "  spec.modelname: is not a field; did you mean modelName?",
         "  spec.worker.modelInvocationPort.containerPort: is required",
-        "  spec.modelname: is not a field of the resource; did you mean modelName?",
     ]
 
 

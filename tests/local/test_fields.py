@@ -22,7 +22,6 @@ from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
             [
                 "spec.endpointName",
                 "spec.instanceType",
-                "spec.invocationEndpoint",
                 "spec.modelSourceConfig.modelLocation",
                 "spec.modelSourceConfig.s3Storage",
                 "spec.loadBalancer",
@@ -38,7 +37,6 @@ from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
             NVME,
             [
                 "spec.instanceType",
-                "spec.invocationEndpoint",
                 "spec.loadBalancer",
                 "spec.pdSpec.prefillSpec.resources",
                 "spec.pdSpec.decodingSpec.resources",
@@ -48,7 +46,6 @@ from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
             HUGGING_FACE,
             [
                 "spec.instanceType",
-                "spec.invocationEndpoint",
                 "spec.modelSourceConfig.prefetchEnabled",
                 "spec.modelSourceConfig.huggingFaceModel.tokenSecretRef",
                 "spec.loadBalancer",
@@ -61,7 +58,6 @@ from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
             [
                 "spec.instanceTypes",
                 "spec.replicas",
-                "spec.invocationEndpoint",
                 "spec.modelSourceConfig.modelLocation",
                 "spec.modelSourceConfig.fsxStorage",
                 "spec.intelligentRoutingSpec.autoScalingSpec",
@@ -99,12 +95,22 @@ def test_empty_parts_count_as_not_given() -> None:
     assert without_local_meaning(raw) == before
 
 
+def test_annotations_about_pods_and_the_operator_are_listed() -> None:
+    raw = yaml.safe_load(NVME)
+    told = ["tandem.dev/prefill-env", "tandem.dev/paused"]
+    before = without_local_meaning(raw)
+    others = ("example.com/owner", "tandem.dev/connector", "tandem.dev/v1-fields")
+    raw["metadata"]["annotations"] = dict.fromkeys((*others, *told), "x")
+    assert without_local_meaning(raw) == [*(f"metadata.annotations[{key}]" for key in told), *before]
+
+
 # What `tandem up` acts on: test_plan.py shows for each that it does. And what names the object.
 ACTED_ON = {
     "apiVersion",
     "kind",
     "metadata",
     "spec.modelName",
+    "spec.invocationEndpoint",
     "spec.modelSourceConfig.modelSourceType",
     "spec.modelSourceConfig.huggingFaceModel.modelId",
     "spec.kubernetes.volumes[1]",

@@ -95,6 +95,16 @@ def test_the_plan_as_data_is_json(model: Path, machine: Machine) -> None:
     assert data["model"] == str(model)
 
 
+def test_the_invocation_endpoint_is_a_path_of_the_router(model: Path, machine: Machine) -> None:
+    for endpoint, path in (("v1/chat/completions", "/v1/chat/completions"), ("/a/b/", "/a/b")):
+        asked = S3.replace("invocationEndpoint: v1/chat/completions", f"invocationEndpoint: {endpoint}")
+        assert planned(asked, machine, model=model).router.invocation_path == path
+    with pytest.raises(LocalError, match=r"^spec\.invocationEndpoint: '/a\?b' is not a plain path"):
+        planned(asked.replace("/a/b/", "a?b"), machine, model=model)
+    without = "".join(line for line in S3.splitlines(keepends=True) if "invocationEndpoint" not in line)
+    assert planned(without, machine, model=model).router.invocation_path == "/invocations"
+
+
 def test_a_colocated_endpoint_is_refused_by_the_field(model: Path, machine: Machine) -> None:
     with pytest.raises(LocalError, match=r"^spec\.pdSpec is missing"):
         planned(COLOCATED, machine, model=model)
@@ -262,10 +272,12 @@ def test_the_builtin_endpoint_is_the_example_and_uses_all_it_says() -> None:
 # A manifest in which every field that is acted on has a value, and for each field another value.
 FULL = yaml.safe_load(NVME)
 FULL["spec"]["kubernetes"]["volumes"].insert(0, {"name": "other", "hostPath": {"path": "/other"}})
+FULL["spec"]["modelSourceConfig"]["s3Storage"] = {"bucketName": "models", "region": "us-east-2"}
 FULL["spec"]["worker"]["args"] = ["--seed", "1"]
 FULL["spec"]["intelligentRoutingSpec"] = {"enabled": True, "routingStrategy": "roundrobin"}
 CHANGES: dict[str, Any] = {
     "spec.modelName": "other",
+    "spec.invocationEndpoint": "my/model",
     "spec.modelSourceConfig.modelSourceType": "s3",
     "spec.kubernetes.volumes[1]": {"name": "model-weights", "hostPath": {"path": "/nowhere"}},
     "spec.intelligentRoutingSpec.routingStrategy": "kvaware",
@@ -326,7 +338,6 @@ def test_what_is_told_to_be_acted_on_is_what_is_tried_here() -> None:
     ("path", "value"),
     [
         ("spec.instanceType", "ml.p5.48xlarge"),
-        ("spec.invocationEndpoint", "invocations"),
         ("spec.loadBalancer", {"healthCheckPath": "/x"}),
         ("spec.kvCacheSpec", {"enableL1Cache": True}),
         ("spec.kubernetes.schedulerName", "other"),

@@ -115,7 +115,12 @@ async def test_one_that_does_not_listen_is_killed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("own_end", [True, False], ids=["after its own end", "running"])
-async def test_what_it_started_ends_with_it(start: Start, own_end: bool) -> None:
+async def test_what_it_started_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, start: Start, own_end: bool
+) -> None:
+    monkeypatch.setattr(
+        "tandem.local.process._CHILDREN_SECONDS", 0.1
+    )  # what is stubborn need not be waited for
     code = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.api import ANNOTATION_CONNECTOR
+from tandem.api.annotations import PREFIX
+from tandem.api.conversion import ANNOTATION_V1_FIELDS
+
 # Paths that `tandem up` acts on (with everything below them), and those that only name things.
 _MEANT = (
     "apiVersion",
     "kind",
     "metadata",
     "spec.modelName",
+    "spec.invocationEndpoint",
     "spec.modelSourceConfig.modelSourceType",
     "spec.modelSourceConfig.huggingFaceModel.modelId",
     "spec.intelligentRoutingSpec.enabled",
@@ -34,7 +39,17 @@ def without_local_meaning(raw: dict[str, Any]) -> list[str]:
     """Paths of a valid manifest that do nothing on one machine: the highest path of each part, in file
     order. Empty objects and lists count as not given.
     """
-    return [p for p in _highest(raw, "", (*_MEANT, *_model_volume(raw))) if p not in _EXPECTED]
+    return [
+        *_annotations(raw),
+        *(p for p in _highest(raw, "", (*_MEANT, *_model_volume(raw))) if p not in _EXPECTED),
+    ]
+
+
+def _annotations(raw: dict[str, Any]) -> list[str]:
+    """Tandem's own that are about pods, or tell the operator something."""
+    given = raw["metadata"].get("annotations") or {}
+    meant = (ANNOTATION_CONNECTOR, ANNOTATION_V1_FIELDS)
+    return [f"metadata.annotations[{key}]" for key in given if key.startswith(PREFIX) and key not in meant]
 
 
 def _model_volume(raw: dict[str, Any]) -> list[str]:

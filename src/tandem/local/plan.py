@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tandem.api import Endpoint, RequestLimits, Role, load_endpoint, parse_endpoint
+from tandem.api import Endpoint, RequestLimits, Role, Spec, load_endpoint, parse_endpoint
 from tandem.config import EngineSpec, RouterConfig, router_argv
+from tandem.config.values import request_path
 from tandem.engine import (
     EngineLaunch,
     Machine,
@@ -159,6 +160,7 @@ def make_plan(
         port=port,
         prefill=_for_router(engines.engines, Role.PREFILL),
         decode=_for_router(engines.engines, Role.DECODE),
+        invocation_path=_invocation_path(spec),
         routing_threshold=spec.pd_spec.routing_threshold,
         routing_strategy=routing_strategy(endpoint),
         kv_block_size=_block_size(endpoint, machine),
@@ -190,6 +192,14 @@ def make_plan(
 
 def _for_router(engines: Sequence[EngineLaunch], role: Role) -> tuple[str, ...]:
     return tuple(EngineSpec(e.url, kv_events=e.kv_events).text for e in engines if e.role is role)
+
+
+def _invocation_path(spec: Spec) -> str:
+    try:
+        request_path(spec.invocation_path)
+    except ValueError as error:
+        raise ResourceError(f"spec.invocationEndpoint: {error}") from None
+    return spec.invocation_path
 
 
 def _block_size(endpoint: Endpoint, machine: Machine) -> int:
