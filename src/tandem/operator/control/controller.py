@@ -16,7 +16,7 @@ from tandem.operator.control.events import Recorder, transitions
 from tandem.operator.control.owned import MANAGER, Owned, Refused
 from tandem.operator.control.status import Outcome, change, deleting, new_status
 from tandem.operator.control.trouble import needs_warnings
-from tandem.operator.control.watches import ENDPOINT, Watches, labels_of
+from tandem.operator.control.watches import ENDPOINT, OWNED, Watches, labels_of
 from tandem.operator.settings import Settings
 
 FINALIZER = "tandem.dev/objects"
@@ -120,11 +120,13 @@ class Controller:
 
     async def _delete(self, found: Object) -> None:
         """What lies in the endpoint's namespace would go with it; what lies elsewhere would not. Each object
-        that goes brings the endpoint back here."""
+        that goes brings the endpoint back here. Last made goes first: load balancer and router before
+        engines. A claim of weights and its volume go by themselves once the last pod has ended, which may
+        take as long as its longest stream."""
         if FINALIZER not in found["metadata"].get("finalizers", ()):
             return
-        left = list(filter(_is_made, self._watches.owned_by(key_of(found))))
-        if left:
+        left = sorted(filter(_is_made, self._watches.owned_by(key_of(found))), key=_last_made, reverse=True)
+        if not all(map(_goes_by_itself, left)):
             await self._remove(left)
             await self._tell(found, deleting(found, self._status(found), len(left), self._now()))
         else:
@@ -196,6 +198,14 @@ class Controller:
 
 def _created(pod: Object) -> datetime:
     return datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
+
+
+def _last_made(there: Object) -> int:
+    return OWNED.index(resource_of(there))
+
+
+def _goes_by_itself(there: Object) -> bool:
+    return "deletionTimestamp" in there["metadata"] and resource_of(there) in (kinds.CLAIM, kinds.VOLUME)
 
 
 def _is_made(there: Object) -> bool:

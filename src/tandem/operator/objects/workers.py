@@ -77,7 +77,8 @@ def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
 def _pod(plan: Plan, pool: Pool, name: str) -> Object:
     kubernetes = plan.spec.kubernetes
     own_inits = list(kubernetes.init_containers or ()) if kubernetes else []
-    fetchers = [c | {"securityContext": locked(_user(plan))} for c in weights.fetching(plan, pool)]
+    told = {"terminationMessagePolicy": "FallbackToLogsOnError", "securityContext": locked(_user(plan))}
+    fetchers = [c | told for c in weights.fetching(plan, pool)]
     containers = [_engine(plan, pool, name), _proxy(plan, pool)]
     if plan.metrics.enabled:
         mount = _mount("tandem-config", f"{_CONFIG}/collector.yaml", config_maps.COLLECTOR)
@@ -120,6 +121,8 @@ def _engine(plan: Plan, pool: Pool, name: str) -> Object:
         # Without Python in the image the pod at least waits until it is forgotten.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", f"{drain} || sleep {grace.leave}"]}}},
         "resources": _resources(plan, pool),
+        # The last lines of a crashed engine's log are in the pod's status, from which the operator tells them.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": locked(_user(plan)),
         "volumeMounts": _engine_mounts(plan, pool),
     }
