@@ -78,6 +78,17 @@ class HastyLegs(Legs):
         return await super().call(engine, method, path, *rest, **options)
 
 
+class BrokenLegs(Legs):
+    """Legs with a mistake of ours in them, until it is mended."""
+
+    mended = False
+
+    async def call(self, engine: Engine, method: str, path: str, *rest: Any, **options: Any) -> bytes:
+        if path == "/v1/models" and not self.mended:
+            raise ZeroDivisionError
+        return await super().call(engine, method, path, *rest, **options)
+
+
 class Members:
     """A discovery source whose members a test sets."""
 
@@ -422,16 +433,59 @@ async def test_an_engine_that_names_no_model_is_not_used(probe: Any) -> None:
     assert "/v1/models names no model" in (probed.fleet.missing or "")
 
 
-async def test_an_answer_that_makes_no_sense_is_logged_and_the_probing_goes_on(
-    probe: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+ODD_MODELS = (
+    b'"abc"',
+    b"<html>",
+    b"[1]",
+    b"",
+    b'{"data": [7]}',
+    b'{"data": "m"}',
+    b'{"data": [{}]}',
+    b'{"data": [{"id": ""}]}',
+    b'{"data": [{"id": ["m"], "parent": "m"}]}',
+    b'{"data": [{"id": "m", "parent": 7}]}',
+    b'{"data": [{"id": "m", "max_model_len": 0}]}',
+    b'{"data": [{"id": "m", "max_model_len": "8k"}]}',
+    b'{"data": [{"id": "m"}, {"id": null}]}',
+)
+
+
+@pytest.mark.parametrize("odd", ODD_MODELS)
+async def test_an_engine_with_odd_models_harms_nobody_else_and_recovers(probe: Any, odd: bytes) -> None:
+    probed = Probed(decode=2)
+    bad, good = probed.decode
+    sound, bad.models = bad.models, odd
+    await probe(probed)
+    await until(lambda: probed.ready(good))
+    await visited(bad, 3)
+    assert not probed.ready(bad)
+    (why,) = {e.why for e in probed.fleet.engines if e.url == bad.url}
+    assert "/v1/models is not a list of models" in why
+    bad.models = sound
+    await until(lambda: probed.ready(bad))
+
+
+@pytest.mark.parametrize("odd", ODD_MODELS)
+async def test_an_engine_in_use_whose_models_become_odd_keeps_those_it_told(probe: Any, odd: bytes) -> None:
     probed = Probed()
-    probed.decode[0].models = b"<html>"
+    await probe(probed)
+    (decoder,) = probed.decode
+    await until(lambda: probed.ready(decoder))
+    decoder.models = odd
+    await visited(decoder, 8)
+    assert probed.ready(decoder)
+    assert probed.fleet.models
+
+
+async def test_a_mistake_of_ours_is_logged_and_the_probing_goes_on(
+    probe: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = Probed(legs=BrokenLegs)
     await probe(probed)
     await visited(probed.decode[0])
     assert f"probing {probed.decode[0].url}" in caplog.text
     assert "the probe failed; see the router's log" in (probed.fleet.missing or "")
-    probed.decode[0].models = None
+    monkeypatch.setattr(BrokenLegs, "mended", True)
     await until(probed.pairs)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -47,6 +47,18 @@ _MODELS_EVERY = 6
 
 # Causes of failed legs that may be nothing but work.
 _SILENCE = ("head_timeout", "idle_timeout")
+
+
+class _Card(msgspec.Struct):
+    """What is relied on in a card of /v1/models; the rest is passed on as it is."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1)]
+    parent: str | None = None
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card] = []
 
 
 class Prober:
@@ -285,7 +297,12 @@ class Prober:
 
     async def _ask_models(self, engine: Engine) -> list[dict[str, Any]]:
         answer = await self._legs.call(engine, "GET", "/v1/models")
-        cards: list[dict[str, Any]] = msgspec.json.decode(answer, type=dict[str, Any]).get("data", [])
+        try:
+            msgspec.json.decode(answer, type=_Models)
+            cards: list[dict[str, Any]] = msgspec.json.decode(answer, type=dict[str, Any]).get("data", [])
+        except msgspec.DecodeError as error:
+            why = f"{engine.url}/v1/models is not a list of models: {error}"
+            raise LegFailed(engine, "no_models", why) from error
         if not cards:
             raise LegFailed(engine, "no_models", f"{engine.url}/v1/models names no model")
         return cards

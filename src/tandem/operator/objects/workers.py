@@ -121,7 +121,7 @@ def _engine(plan: Plan, pool: Pool, name: str) -> Object:
         # Without Python in the image the pod at least waits until it is forgotten.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", f"{drain} || sleep {grace.leave}"]}}},
         "resources": _resources(plan, pool),
-        # The last lines of a crashed engine's log are in the pod's status, from which the operator tells them.
+        # A crashed engine's last lines are in the pod's status, from which the operator tells them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": locked(_user(plan)),
         "volumeMounts": _engine_mounts(plan, pool),
