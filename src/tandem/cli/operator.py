@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, complain
 from tandem.cli.render import add_settings, settings
+from tandem.cli.up import port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--take-over", action="store_true", help="work although the definition or an operator is not Tandem's"
     )
-    for name, port, what in (
+    for name, usual, what in (
         ("health", 8081, "/healthz and /readyz"),
         ("metrics", 8080, "/metrics"),
         ("webhook", 9443, "webhooks, over TLS; 0: none"),
     ):
         parser.add_argument(
-            f"--{name}-port", type=_port, default=port, help=f"port of {what} (default {port})"
+            f"--{name}-port", type=_port, default=usual, help=f"port of {what} (default {usual})"
         )
     parser.add_argument(
         "--webhook-service", metavar="NAME", help="Service by which API servers reach webhooks"
@@ -85,7 +86,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65_535:
-        raise ValueError
-    return value
+    return 0 if text == "0" else port(text)

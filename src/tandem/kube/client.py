@@ -141,10 +141,6 @@ class Client:
             if not error.missing and not (uid is not None and error.conflict):
                 raise
 
-    async def read(self, path: str) -> Object:
-        """Any other path of the API."""
-        return await self._send("GET", path)
-
     async def watch(
         self,
         resource: Resource,

@@ -44,7 +44,6 @@ class Resource:
 CONFIG_MAP = Resource("", "v1", "ConfigMap", "configmaps")
 EVENT = Resource("", "v1", "Event", "events")
 NAMESPACE = Resource("", "v1", "Namespace", "namespaces", namespaced=False)
-NODE = Resource("", "v1", "Node", "nodes", namespaced=False)
 VOLUME = Resource("", "v1", "PersistentVolume", "persistentvolumes", namespaced=False)
 CLAIM = Resource("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 POD = Resource("", "v1", "Pod", "pods")

@@ -298,11 +298,12 @@ class Prober:
     async def _ask_models(self, engine: Engine) -> list[dict[str, Any]]:
         answer = await self._legs.call(engine, "GET", "/v1/models")
         try:
-            msgspec.json.decode(answer, type=_Models)
-            cards: list[dict[str, Any]] = msgspec.json.decode(answer, type=dict[str, Any]).get("data", [])
+            told = msgspec.json.decode(answer)
+            msgspec.convert(told, _Models)
         except msgspec.DecodeError as error:
             why = f"{engine.url}/v1/models is not a list of models: {error}"
             raise LegFailed(engine, "no_models", why) from error
+        cards: list[dict[str, Any]] = told.get("data", [])
         if not cards:
             raise LegFailed(engine, "no_models", f"{engine.url}/v1/models names no model")
         return cards

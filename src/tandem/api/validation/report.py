@@ -59,10 +59,14 @@ class Finding:
     def severity(self) -> Severity:
         return Severity(RULES[self.rule].severity)
 
+    @property
+    def said(self) -> str:
+        """The field and what is wrong with it."""
+        return f"{self.path}: {self.message}" if self.path else self.message
+
     def __str__(self) -> str:
-        said = f"{self.path}: {self.message}" if self.path else self.message
         place = f"{self.position}: " if self.position else ""
-        return f"{place}{self.severity} {self.rule} {said}"
+        return f"{place}{self.severity} {self.rule} {self.said}"
 
     def as_dict(self) -> dict[str, Any]:
         position = self.position._asdict() if self.position else {"file": None, "line": None, "column": None}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from tandem.api.annotations import parse_annotations
 from tandem.kube import ApiError, Client, Key, Object, Resource, key_of, resource_of
@@ -18,6 +17,7 @@ from tandem.operator.control.status import Outcome, change, deleting, new_status
 from tandem.operator.control.trouble import needs_warnings
 from tandem.operator.control.watches import ENDPOINT, OWNED, Watches, labels_of
 from tandem.operator.settings import Settings
+from tandem.operator.texts import utc_now
 
 FINALIZER = "tandem.dev/objects"
 """On an endpoint from before its first object is made until its last one is gone."""
@@ -30,16 +30,12 @@ MOST_ASKED = 4
 log = logging.getLogger(__name__)
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
-
-
 class Controller:
     """`reconcile` may be called at any time for any endpoint: it looks at what is there, not at what has
     happened. A pass over an endpoint that is as it should be sends nothing."""
 
     def __init__(
-        self, client: Client, watches: Watches, settings: Settings, now: Callable[[], datetime] = _now
+        self, client: Client, watches: Watches, settings: Settings, now: Callable[[], datetime] = utc_now
     ) -> None:
         self._client = client
         self._watches = watches
@@ -116,7 +112,7 @@ class Controller:
             for there in self._watches.owned_by(key)
             if _is_made(there) and (resource_of(there), key_of(there)) not in wanted
         )
-        return replace(made.outcome, refused=tuple(refused), absent=tuple(sorted(absent)))
+        return made.outcome.with_objects(refused=tuple(refused), absent=tuple(sorted(absent)))
 
     async def _delete(self, found: Object) -> None:
         """What lies in the endpoint's namespace would go with it; what lies elsewhere would not. Each object

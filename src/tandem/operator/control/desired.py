@@ -28,9 +28,9 @@ def desired(found: Object, settings: Settings) -> Desired:
     """Nothing is raised, whatever the resource holds."""
     judged = {name: value for name, value in found.items() if name != "status"}
     report = validate(judged, model_config=settings.model_config, stored=True)
-    warnings = tuple(f"{f.path}: {f.message}" if f.path else f.message for f in report.warnings)
+    warnings = tuple(f.said for f in report.warnings)
     if report.errors:
-        problems = tuple(f"{f.path}: {f.message}" if f.path else f.message for f in report.errors)
+        problems = tuple(f.said for f in report.errors)
         return Desired(Outcome(problems=problems, problem_reason="Invalid", warnings=warnings))
     try:
         made = plan(read_endpoint(judged), settings)

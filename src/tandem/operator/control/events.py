@@ -10,8 +10,9 @@ from typing import Protocol
 
 from tandem.kube import KubeError, Object, Resource
 from tandem.kube import resources as kinds
+from tandem.operator.control.owned import MANAGER
+from tandem.operator.texts import shortened, stamp
 
-COMPONENT = "tandem-operator"
 _LONGEST = 1024
 """Characters of a message that the API takes."""
 
@@ -47,7 +48,7 @@ class Recorder:
     async def tell(self, about: Object, event: Event, now: datetime) -> None:
         """An event that cannot be written is no reason to fail."""
         metadata = about["metadata"]
-        stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        at = stamp(now)
         made = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -62,19 +63,13 @@ class Recorder:
             },
             "type": event.type,
             "reason": event.reason,
-            "message": event.message
-            if len(event.message) <= _LONGEST
-            else event.message[: _LONGEST - 1] + "…",
-            "source": {"component": COMPONENT},
-            "firstTimestamp": stamp,
-            "lastTimestamp": stamp,
+            "message": shortened(event.message, _LONGEST),
+            "source": {"component": MANAGER},
+            "firstTimestamp": at,
+            "lastTimestamp": at,
             "count": 1,
         }
         try:
-            await self._client.create(made, kinds.EVENT, manager=COMPONENT)
+            await self._client.create(made, kinds.EVENT, manager=MANAGER)
         except KubeError as error:
             log.warning("event %s of %s: %s", event.reason, metadata["name"], error)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

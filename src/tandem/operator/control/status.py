@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from tandem.kube import Key, Object, key_of
 from tandem.operator import names
 from tandem.operator.control.trouble import Trouble, condition, most_telling, pod_trouble
+from tandem.operator.texts import shortened, stamp
 
 READY_MESSAGE = "DPD prefill and decode deployments are ready"
 """HyperPod's own words, which people and scripts look for."""
@@ -318,14 +319,12 @@ def _deployment_status(
     }
     old = before.get("deploymentStatus") or {}
     same = {name: value for name, value in old.items() if name != "lastUpdated"} == made
-    return made | {"lastUpdated": old["lastUpdated"] if same else _text(now)}
+    return made | {"lastUpdated": old["lastUpdated"] if same else stamp(now)}
 
 
 def _condition(kind: str, holds: bool | None, reason: str, message: str) -> Object:
-    if len(message) > _LONGEST_MESSAGE:
-        message = message[: _LONGEST_MESSAGE - 1] + "…"
     status = "Unknown" if holds is None else str(holds)
-    return {"type": kind, "status": status, "reason": reason, "message": message}
+    return {"type": kind, "status": status, "reason": reason, "message": shortened(message, _LONGEST_MESSAGE)}
 
 
 def _timed(made: Sequence[Object], before: Iterable[Object], generation: int, now: datetime) -> list[Object]:
@@ -335,10 +334,6 @@ def _timed(made: Sequence[Object], before: Iterable[Object], generation: int, no
     for found in made:
         last = old.get(found["type"])
         kept = last is not None and last["status"] == found["status"]
-        at = last["lastTransitionTime"] if last is not None and kept else _text(now)
+        at = last["lastTransitionTime"] if last is not None and kept else stamp(now)
         timed.append(found | {"lastTransitionTime": at, "observedGeneration": generation})
     return timed
-
-
-def _text(now: datetime) -> str:
-    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.kube import Object
+from tandem.operator.texts import shortened
 
 LONGEST_TEXT = 600
 """Characters of a message that are kept."""
@@ -41,7 +42,7 @@ def pod_trouble(pod: Object, warnings: Sequence[Object] = ()) -> Trouble | None:
         return None
     status = pod.get("status", {})
     found = (
-        _unschedulable(status)
+        _unschedulable(pod)
         or _lost(pod, status)
         or _evicted(status)
         or next(_containers(status), None)
@@ -80,14 +81,14 @@ def most_telling(troubles: Iterable[Trouble]) -> Trouble | None:
 _Found = tuple[str, str]
 
 
-def _unschedulable(status: Object) -> _Found | None:
-    for found in status.get("conditions") or ():
-        if found.get("type") == "PodScheduled" and found.get("status") == "False":
-            reason = found.get("reason") or "Unschedulable"
-            if reason == "SchedulingGated":
-                return reason, "the pod waits for its scheduling gates"
-            return reason, _short(found.get("message") or "no node takes the pod")
-    return None
+def _unschedulable(pod: Object) -> _Found | None:
+    found = condition(pod, "PodScheduled")
+    if found.get("status") != "False":
+        return None
+    reason = found.get("reason") or "Unschedulable"
+    if reason == "SchedulingGated":
+        return reason, "the pod waits for its scheduling gates"
+    return reason, _short(found.get("message") or "no node takes the pod")
 
 
 def _lost(pod: Object, status: Object) -> _Found | None:
@@ -160,8 +161,7 @@ def _warned(warnings: Sequence[Object]) -> _Found | None:
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+    return shortened(" ".join(text.split()), LONGEST_TEXT)
 
 
 def _message(line: str) -> str:

@@ -29,7 +29,7 @@ class Loop:
         self._watches = Watches(client, self._queue.add)
         self._controller = Controller(client, self._watches, settings)
         metrics.watch_queue(lambda: len(self._queue))
-        metrics.watch_age(lambda: oldest(self._watches.always))
+        metrics.watch_age(lambda: self.age)
         metrics.watch_endpoints(lambda: len(self._watches.endpoints))
 
     @property

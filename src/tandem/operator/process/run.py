@@ -21,7 +21,8 @@ from tandem.operator.process.loop import Loop
 from tandem.operator.process.metrics import Metrics
 from tandem.operator.process.serving import health_app, metrics_app, serving, tls_context, webhook_app
 from tandem.operator.settings import Settings
-from tandem.operator.webhooks.certificates import shared, utc_now
+from tandem.operator.texts import utc_now
+from tandem.operator.webhooks.certificates import shared
 from tandem.operator.webhooks.trust import trust
 
 STALE_SECONDS = 180.0

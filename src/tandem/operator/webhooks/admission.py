@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.engine.validation import validate
+from tandem.operator.texts import shortened
 
 _LONGEST_WARNING = 250
 """Characters of one warning that API servers pass on whole."""
@@ -30,10 +31,10 @@ def admission_review(review: Mapping[str, Any]) -> dict[str, Any]:
         errors = [f for f in report.errors if (f.rule, f.path) not in known]
         if errors:
             count = "1 mistake" if len(errors) == 1 else f"{len(errors)} mistakes"
-            text = "\n".join(f"- {_said(f)}" for f in errors)
+            text = "\n".join(f"- {f.said}" for f in errors)
             response["allowed"] = False
             response["status"] = {"code": 422, "reason": "Invalid", "message": f"{count}:\n{text}"}
-        said = [_short(_said(finding)) for finding in report.warnings]
+        said = [shortened(finding.said, _LONGEST_WARNING) for finding in report.warnings]
         if said:
             response["warnings"] = said
     return {"apiVersion": review["apiVersion"], "kind": review["kind"], "response": response}
@@ -42,11 +43,3 @@ def admission_review(review: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(found: Mapping[str, Any]) -> dict[str, Any]:
     """As its author wrote it: status and the API server's own metadata are not theirs."""
     return {name: value for name, value in found.items() if name != "status"}
-
-
-def _said(finding: Any) -> str:
-    return f"{finding.path}: {finding.message}" if finding.path else str(finding.message)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_WARNING else text[: _LONGEST_WARNING - 1] + "…"

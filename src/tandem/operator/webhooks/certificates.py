@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -130,7 +130,3 @@ def _read(secret: Object | None) -> Certificate | None:
     except ValueError:
         return None
     return made
-
-
-def utc_now() -> datetime:
-    return datetime.now(UTC)
