@@ -56,8 +56,10 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
             yield page.name, found[1]
 
 
-def commands() -> Iterator[list[str]]:
-    for _, text in blocks("sh"):
+def commands(only: str = "") -> Iterator[list[str]]:
+    for page, text in blocks("sh"):
+        if only not in ("", page):
+            continue
         for line in text.replace("\\\n", " ").splitlines():
             yield shlex.split(line, comments=True)
 
@@ -73,6 +75,12 @@ def test_every_command_is_one_that_exists(words: list[str]) -> None:
             subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
         case ["git" | "cd", *_]:
             pass
+        case ["docker", "build", "-f", file, *_]:
+            # Its steps are run in tests/operator/test_images.py.
+            assert (ROOT / file).is_file()
+        case ["kubectl", *_]:
+            # Run as written, on a real cluster, in tests/cluster/test_guide.py.
+            assert shlex.join(words) in map(shlex.join, commands("kubernetes.md"))
         case ["curl", address, *_]:
             # Sent for real, to real engines, in tests/engines.
             # `/admin/route` is what tests/router/test_admin_route.py asks.
@@ -156,9 +164,19 @@ async def test_the_metrics_are_all_described(metrics: Metrics) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target in re.findall(r"\]\(([^)\s]+)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_dependency_is_explained() -> None:
