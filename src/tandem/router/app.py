@@ -114,7 +114,7 @@ class App:
         if self._private:
             status["reason"] = why and why.partition(":")[0]
         else:
-            status["unproved"] = self.fleet.unproved
+            status["unproved"] = self.fleet.unproved_shown
         responder.send(503 if why else 200, [_JSON], msgspec.json.encode(status))
 
     def _render_metrics(self, responder: Responder) -> None:
@@ -145,6 +145,7 @@ async def running(
         pairing=config.pairing,
         ramp_up=config.ramp_up,
         clock=asyncio.get_running_loop().time,
+        defer=asyncio.get_running_loop().call_later,
     )
     legs = Legs(client, config)
     names_tokenizer = bool(config.model_path or config.tokenizer)
