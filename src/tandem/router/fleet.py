@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.groups import NOBODY, Candidates, Group, answering, in_use, may_pair
+from tandem.router.reported import count
 
 _COSTLY = 0.005
 """Seconds to work out a change from which on several are worked out together."""
@@ -97,7 +98,12 @@ class Fleet:
         self._changed()
 
     def lost(self, engine: Engine, why: str) -> None:
-        """Take an engine out of use until it has passed its canaries again."""
+        """Take an engine out of use until it has passed its canaries again. Of one that is out of use already
+        only the reason is new, and that no proof counts that is under way: all its requests may say so."""
+        if engine.state is State.WAITING:
+            engine.why = why
+            engine.losses += 1
+            return
         self._take_out((engine,), why)
         self._changed()
 
@@ -262,7 +268,7 @@ class Fleet:
             prefillers = {d: candidates(known) for d, known in proved.items() if known}
             used = answering([*of[EngineRole.DECODE], *of[EngineRole.BOTH]])
             cards = [card for e in used for card in e.models]
-            lengths = [card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)]
+            lengths = [n for c in cards if (n := count(c.get("max_model_len"))) is not None]
             return Group(
                 members=frozenset(members),
                 decoders=candidates(used),
