@@ -54,7 +54,53 @@ def test_a_wrong_command_line_is_told_and_has_its_code(
 def test_router_flags_that_contradict_each_other_are_told(tandem_command: Tandem) -> None:
     done = tandem_command("router", "--prefill", "http://p:1")
     assert done.code == 2
-    assert done.err.startswith("tandem: --decode: at least one decode engine is needed; or engines without a")
+    assert done.err.startswith("tandem: --prefill: prefill engines need decode engines to hand over to")
+
+
+@pytest.mark.parametrize("flag", ["--host", "--admin-host"])
+def test_an_empty_host_is_not_everywhere(tandem_command: Tandem, flag: str) -> None:
+    done = tandem_command("router", "--engine", "http://e:1", "--port", "0", "--admin-port", "0", flag, "")
+    assert done.code == 2
+    assert f"argument {flag}: '' is no name or address of a host" in done.err
+
+
+NOWHERE = "192.0.2.1"  # kept for documentation: no machine has it
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (f"--host {NOWHERE} --port 8000", f"--host {NOWHERE} --port 8000: cannot listen there: "),
+        (
+            f"--admin-host {NOWHERE} --admin-port 8001",
+            f"--admin-host {NOWHERE} --admin-port 8001: cannot listen there: ",
+        ),
+        (
+            f"--connector lmcache --lmcache-buffer-chunks 9 --lmcache-receivers 1:2 "
+            f"--lmcache-notify {NOWHERE}:7500",
+            f"--lmcache-notify: [Errno 99] cannot listen for notifications at {NOWHERE}:7500",
+        ),
+        ("--model-path /nowhere", "--model-path: /nowhere is no directory"),
+        ("--tokenizer /nowhere", "--tokenizer: /nowhere is no directory"),
+    ],
+)
+def test_what_a_machine_cannot_do_is_told_with_the_flag(
+    tandem_command: Tandem, flags: str, named: str
+) -> None:
+    done = tandem_command("router", "--port", "0", "--decode", "http://127.0.0.1:1", *flags.split())
+    assert done.code == 3
+    assert f"tandem: {named}" in done.err
+
+
+def test_flags_without_effect_are_told_when_it_starts(
+    tandem_command: Tandem, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = f"--engine http://127.0.0.1:1 --kv-events tcp://*:5557 --ramp-up 9 --host {NOWHERE}"
+    tandem_command("router", *flags.split())
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "--ramp-up: no effect where no role has a second engine",
+        "--kv-events: no effect without --routing-strategy kvaware",
+    ]
 
 
 async def router(*arguments: str) -> asyncio.subprocess.Process:
@@ -66,7 +112,7 @@ async def test_a_router_without_a_usable_model_says_so(tmp_path: Path) -> None:
     child = await router("--model-path", str(tmp_path / "none"))
     _, err = await child.communicate()
     assert child.returncode == 3
-    assert err.decode().startswith(f"tandem: {tmp_path / 'none'} ")
+    assert err.decode().startswith(f"tandem: --model-path: {tmp_path / 'none'} ")
 
 
 async def test_a_router_whose_port_is_taken_says_so() -> None:

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config import STRATEGIES, RouterConfig, add_router_arguments, router_argv, router_config
+from tandem.config import (
+    STRATEGIES,
+    RouterConfig,
+    add_router_arguments,
+    router_argv,
+    router_config,
+    without_effect,
+)
 from tandem.config.engines import engine_url
 from tandem.config.values import ReceiverPorts, kubernetes_source, receiver_ports
 
@@ -18,7 +25,11 @@ URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(
 # Any argument of a process; argparse takes `--` for itself.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12).filter(
     lambda text: text != "--"
-) | st.sampled_from(["-x", "--port", "-1", "- a", "--a b", ""])
+) | st.sampled_from(["-x", "--port", "-1", "- a", "--a b"])
+TEXT = TEXT.filter(str.strip)
+LISTENING = st.sampled_from(
+    ["0.0.0.0", "::", "::1", "127.0.0.1", "localhost", "Router-0.models.svc", "fe80::1%eth0"]
+)
 
 
 def seconds(low: float, high: float) -> st.SearchStrategy[float]:
@@ -95,7 +106,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
     urls = draw(st.lists(URLS, min_size=1, max_size=6, unique=True))
     decoders = draw(st.integers(1, len(urls)))
     return RouterConfig(
-        host=draw(TEXT),
+        host=draw(LISTENING),
         port=draw(st.integers(0, 65535)),
         decode=tuple(url + draw(ATTRIBUTES) for url in urls[:decoders]),
         prefill=tuple(url + draw(ATTRIBUTES) for url in urls[decoders:]),
@@ -113,7 +124,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         ramp_up=draw(seconds(0, 3600)),
         counted_model=tuple(draw(st.lists(TEXT, max_size=2))),
         **draw(counting()),
-        admin_host=draw(TEXT),
+        admin_host=draw(LISTENING),
         admin_port=draw(st.none() | st.integers(0, 65535)),
         chat_template=draw(st.none() | TEXT),
         chat_template_content_format=draw(st.sampled_from(["auto", "string", "openai"])),
@@ -237,6 +248,16 @@ def test_the_documented_command_line_is_read() -> None:
         ("--lmcache-receivers 7300:65536", "'65536' is not a port"),
         ("--lmcache-receivers 7300,7301:7400", "has 2 init ports and 1 alloc ports"),
         ("--lmcache-receivers :7300:7400", "has an empty host"),
+        ("--lmcache-notify ::1:7500", "an IPv6 address needs brackets"),
+        ("--lmcache-notify [::1:7500", "is not HOST:PORT"),
+        ("--lmcache-notify *:7500", "is not HOST:PORT"),
+        (
+            "--host *",
+            "'*' is no name or address of a host, as 127.0.0.1; for all addresses give 0.0.0.0 or ::",
+        ),
+        ("--host [::1]", "'[::1]' is no name or address of a host"),
+        ("--host 127.0.0.1:80", "'127.0.0.1:80' is no name or address of a host"),
+        ("--admin-host http://localhost", "'http://localhost' is no name or address of a host"),
         ("--log-level loud", "'loud' is not one of debug"),
         ("--invocation-path invocations", "'invocations' is not a plain path, as /invocations"),
         ("--invocation-path /a?b", "'/a?b' is not a plain path"),
@@ -256,18 +277,55 @@ def test_a_bad_value_is_told_with_its_flag(flags: str, said: str) -> None:
     assert said in str(error.value)
 
 
+TEXT_FLAGS = [
+    "--host",
+    "--admin-host",
+    "--discover-file",
+    "--served-model-name",
+    "--model-path",
+    "--tokenizer",
+    "--chat-template",
+    "--counted-model",
+    "--model-files-cache",
+    "--model-files-path",
+    "--invocation-path",
+    "--lmcache-notify",
+    "--prefill",
+    "--discover-dns",
+    "--discover-kubernetes",
+    "--kv-events",
+    "--session-header",
+    "--session-field",
+]
+
+
+@pytest.mark.parametrize("flag", TEXT_FLAGS)
+@pytest.mark.parametrize("nothing", ["", " ", "\t"])
+def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
+    """An empty host would listen everywhere, an empty file be none."""
+    with pytest.raises(argparse.ArgumentError) as error:
+        read(["--decode", "http://d:1", flag, nothing])
+    assert str(error.value).startswith(f"argument {flag}: ")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--prefill http://p:1", "--decode: at least one decode engine is needed"),
+        ("", "no engines are given: at least one decode engine is needed"),
+        ("--prefill http://p:1", "--prefill: prefill engines need decode engines"),
+        ("--prefill http://p:1 --engine http://e:1", "--prefill: prefill engines need decode engines"),
+        ("--engine http://e:1 --kv-replay tcp://*:6", "--kv-replay: needs --kv-events, which is not given"),
+        ("--engine http://e:1 --kv-ranks 2", "--kv-ranks: needs --kv-events, which is not given"),
+        ("--engine http://e:1 --kv-events ipc:///x --kv-ranks 2", "--kv-ranks 2: 'ipc:///x' has no port"),
+        ("--engine http://e:1 --kv-events tcp://*:65535 --kv-ranks 2", "with --kv-ranks 2: 'tcp://"),
+        (
+            "--decode http://a:1 --connector lmcache --lmcache-buffer-chunks 9",
+            "--connector lmcache: needs --lmcache-receivers, which is not given",
+        ),
         ("--decode http://a:1 --prefill http://a:1", "http://a:1 is in both"),
         ("--decode http://a:1 http://a:1/", "--decode: http://a:1 is given twice"),
         ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: http://p:1 is given twice"),
-        ("--decode http://a:1 --connector lmcache", "--lmcache-buffer-chunks: is needed with"),
-        (
-            "--decode http://a:1 --connector lmcache --lmcache-buffer-chunks 9",
-            "--lmcache-receivers: 0 are given for 1 decode engines",
-        ),
+        ("--decode http://a:1 --connector lmcache", "--connector lmcache: needs --lmcache-buffer-chunks"),
         (
             "--decode http://a:1 http://a:2 http://a:3 --connector lmcache --lmcache-buffer-chunks 9 "
             "--lmcache-receivers 1:2 3:4",
@@ -437,3 +495,88 @@ def test_the_revision_of_a_pod_is_its_deployments_so_pairs_need_not_agree_in_it(
     pods = ["--discover-kubernetes", "models:8081:app=llama"]
     assert read(pods).pairing == ("model", "kv-layout")
     assert read([*pods, "--pair-labels", "revision"]).pairing == ("revision",)
+
+
+# What has no effect
+
+TWO = "--decode http://d:1 http://d:2"
+PAIR = "--prefill http://p:1 http://p:2 --decode http://d:1"
+LMCACHE = f"{PAIR} --connector lmcache --lmcache-buffer-chunks 9 --lmcache-receivers 1:2"
+FILES = "--model-files-path /tandem/model/"
+LIMIT = "--max-concurrent-requests 9"
+
+
+@pytest.mark.parametrize(
+    ("flags", "beside", "makes_it_count"),
+    [
+        ("--admin-host ::1", PAIR, "--admin-port 0"),
+        ("--discovery-stale-after 60", PAIR, "--discover-kubernetes models:8081:app=llama"),
+        ("--pair-labels zone", TWO, "--prefill http://p:1"),
+        ("--pair-labels zone", TWO, "--discover-file engines.yaml"),
+        ("--pair-labels zone", TWO, "--discover-dns prefill=p.svc:8081"),
+        ("--routing-threshold 9", TWO, "--prefill http://p:1"),
+        ("--uncached-threshold", TWO, "--prefill http://p:1"),
+        ("--uncached-threshold", f"{PAIR} --routing-threshold 0", "--routing-threshold 1"),
+        ("--prefill-timeout 9", TWO, "--prefill http://p:1"),
+        ("--max-fallbacks 9", TWO, "--prefill http://p:1"),
+        ("--max-fallback-tokens 9", TWO, "--prefill http://p:1"),
+        ("--max-fallback-tokens 9", f"{PAIR} --max-fallbacks 0", "--max-fallbacks 1"),
+        ("--ramp-up 9", "--prefill http://p:1 --decode http://d:1", "--decode http://d:2"),
+        ("--ramp-up 9", "--engine http://e:1", "--engine http://e:2"),
+        ("--ramp-up 9", "--engine http://e:1", "--discover-file engines.yaml"),
+        ("--session-header x-user", PAIR, "--routing-strategy session"),
+        ("--session-field user", PAIR, "--routing-strategy session"),
+        ("--kv-events tcp://*:5557", PAIR, "--routing-strategy kvaware"),
+        ("--kv-index-blocks 9", PAIR, "--routing-strategy kvaware"),
+        ("--kv-block-size 32", f"{PAIR} --routing-strategy roundrobin", "--uncached-threshold"),
+        ("--kv-block-size 32", f"{PAIR} --routing-strategy session", "--routing-strategy prefixaware"),
+        ("--chat-template x.jinja", PAIR, "--model-path /m"),
+        ("--chat-template-content-format string", PAIR, "--tokenizer /m"),
+        ("--default-chat-template-kwargs {}", PAIR, FILES),
+        ("--exclude-tools-when-tool-choice-none", PAIR, FILES),
+        ("--max-model-len 9", PAIR, FILES),
+        ("--counted-model m", PAIR, FILES),
+        ("--count-in-process-bytes 9", PAIR, FILES),
+        ("--count-cache-bytes 9", PAIR, FILES),
+        ("--max-queue-size 9", PAIR, LIMIT),
+        ("--overflow-status-code 503", PAIR, LIMIT),
+        ("--queue-timeout 9", f"{PAIR} --max-queue-size 9", LIMIT),
+        ("--queue-timeout 9", f"{PAIR} {LIMIT}", "--max-queue-size 9"),
+        ("--lmcache-receivers 1:2", PAIR, LMCACHE),
+        ("--lmcache-notify 127.0.0.1:1", PAIR, LMCACHE),
+        ("--lmcache-chunk-size 9", PAIR, LMCACHE),
+        ("--lmcache-buffer-chunks 9", PAIR, LMCACHE),
+        ("--lmcache-step-tokens 9", PAIR, LMCACHE),
+        ("--notification-timeout 9", PAIR, LMCACHE),
+        ("--reservation-timeout 9", PAIR, LMCACHE),
+        ("--reservation-queue 9", PAIR, LMCACHE),
+    ],
+)
+def test_a_flag_without_effect_is_told_by_its_name(flags: str, beside: str, makes_it_count: str) -> None:
+    flag = flags.split()[0]
+    told = without_effect(read([*beside.split(), *flags.split()]))
+    assert [t for t in told if flag in t.partition(":")[0]], told
+    more = makes_it_count.split()
+    if more == LMCACHE.split():
+        beside = ""
+    if flag == "--lmcache-receivers":
+        more = more[:-2]
+    counts = without_effect(read([*beside.split(), *flags.split(), *more]))
+    assert [t for t in counts if flag in t.partition(":")[0]] == []
+
+
+def test_flags_that_lack_the_same_are_told_together() -> None:
+    given = "--kv-events tcp://*:5557 --kv-replay tcp://*:6557 --kv-ranks 2"
+    assert without_effect(read([*PAIR.split(), *given.split()])) == [
+        "--kv-events, --kv-replay, --kv-ranks: no effect without --routing-strategy kvaware"
+    ]
+    own = ["--engine", "http://e:1,kv-events=tcp://*:5557"]
+    assert without_effect(read(own)) == [
+        "kv-events of single engines: no effect without --routing-strategy kvaware"
+    ]
+    assert without_effect(read([*own, "--routing-strategy", "kvaware"])) == []
+
+
+@pytest.mark.parametrize("flags", [PAIR, LMCACHE, TWO, "--engine http://e:1", "--discover-file x"])
+def test_a_plain_command_line_has_nothing_without_effect(flags: str) -> None:
+    assert without_effect(read(flags.split())) == []

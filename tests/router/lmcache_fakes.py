@@ -15,7 +15,7 @@ import zmq
 from tandem.config import RouterConfig
 from tandem.http import Request, Responder, serve
 from tandem.router.budgets import Budgets
-from tandem.router.discovery import Member
+from tandem.router.discovery import Discovery, Member
 from tandem.router.engines import Engine, EngineRole
 from tandem.router.handover import Handovers
 from tandem.router.notifications import Notifications
@@ -57,7 +57,7 @@ class Watched(Notifications):
             yield self.address
 
 
-class Members:
+class Members(Discovery):
     """Discovery that finds all engines until a test takes some away."""
 
     def __init__(self, config: RouterConfig) -> None:

@@ -16,7 +16,7 @@ from tandem.router.budgets import Budgets
 from tandem.router.canary import Prober
 from tandem.router.connectors import Nixl
 from tandem.router.counting import Counter
-from tandem.router.discovery import Member
+from tandem.router.discovery import Discovery, Member
 from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.fleet import Fleet
 from tandem.router.handover import Handovers
@@ -89,7 +89,7 @@ class BrokenLegs(Legs):
         return await super().call(engine, method, path, *rest, **options)
 
 
-class Members:
+class Members(Discovery):
     """A discovery source whose members a test sets."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config import RouterConfig, Subscription
-from tandem.router.discovery import Member, MergedDiscovery, Source, StaticDiscovery, discovery
+from tandem.router.discovery import Discovery, Member, MergedDiscovery, Source, StaticDiscovery, discovery
 from tandem.router.engines import EngineRole
 
 A = Member("http://10.0.0.1:8081", EngineRole.PREFILL)
@@ -18,12 +18,13 @@ B = Member("http://10.0.0.2:8081", EngineRole.DECODE)
 C = Member("http://10.0.0.3:8081", EngineRole.DECODE)
 
 
-class Told:
+class Told(Discovery):
     """A source that tells what a test makes it tell."""
+
+    trouble: str | None = None
 
     def __init__(self, *members: Member) -> None:
         self.changes: asyncio.Queue[frozenset[Member] | Exception] = asyncio.Queue()
-        self.trouble: str | None = None
         self.watched = 0
         self.left = 0
         if members:

@@ -295,6 +295,30 @@ async def test_only_targets_of_the_best_priority_are_engines(server: NameServer)
         assert followed.urls == urls("10.0.0.1")
 
 
+@pytest.mark.parametrize("sends_along", [True, False])
+@pytest.mark.parametrize("said", ["0 0 0 .", "0 0 8081 .", "7 9 1 .", "0 0 0 p0.test."])
+async def test_a_service_that_is_said_not_to_be_had_has_no_engines(
+    server: NameServer, said: str, sends_along: bool
+) -> None:
+    """RFC 2782: a target of "."."""
+    server.sends_along = sends_along
+    server.set(SERVICE, "SRV", "0 0 8081 p0.test.")
+    for name in ("p0.test", ""):
+        server.set(name, "A", "10.0.0.1")
+    time = Time()
+    source = discovery(server, time, SERVICE, None)
+    async with following(source, time) as followed:
+        assert followed.urls == urls("10.0.0.1")
+        server.set(SERVICE, "SRV", said)
+        await followed.after(30)
+        assert followed.told[-1] == frozenset()
+        assert "no such service here; there are none" in (source.trouble or "")
+        server.set(SERVICE, "SRV", said, "9 0 8081 p0.test.")
+        await followed.after(30)
+        assert followed.urls == urls("10.0.0.1"), "the records that name an engine count"
+        assert source.trouble is None
+
+
 async def test_a_target_of_a_service_with_addresses_of_both_kinds_is_one_engine(server: NameServer) -> None:
     server.set(SERVICE, "SRV", "0 0 8081 p0.test.")
     server.set("p0.test", "A", "10.0.0.1")

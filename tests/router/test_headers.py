@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.http import Headers, Request
+from tandem.http import Headers, Request, Responder
 from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
+
+from .conftest import LONG, SHORT, Start
+from .fakes import DONE, JSON, SSE, FakeEngine, Seen, chunk
 
 
 def request(*headers: tuple[bytes, bytes]) -> Request:
@@ -84,6 +87,8 @@ def test_an_answer_carries_the_clients_id_and_not_the_engines_own_business() -> 
         (b"connection", b"keep-alive"),
         (b"x-request-id", b"mine-7"),
         (b"x-other", b"1"),
+        (b"x-tandem-path", b"disaggregated"),
+        (b"x-tandem-anything", b"1"),
     ]
     assert to_client(headers, "mine") == [
         (b"content-type", b"text/event-stream"),
@@ -102,3 +107,46 @@ def test_each_leg_has_one_id_and_one_type_and_nothing_that_is_only_the_routers(h
     assert names.count(b"x-request-id") == names.count(b"content-type") == 1
     assert set(names) <= {b"x-a", b"x-b", b"x-request-id", b"content-type"}
     assert names.count(b"x-a") == [n for n, _ in headers].count(b"x-a")
+
+
+FORGED = [(b"x-tandem-path", b"forged"), (b"x-tandem-threshold", b"forged"), (b"x-kept", b"1")]
+
+
+@pytest.mark.parametrize("body", [SHORT, LONG], ids=["alone", "disaggregated"])
+@pytest.mark.parametrize("status", [200, 400, 404, 422, 500, 503])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("explain", [False, True])
+async def test_an_engine_cannot_speak_for_the_router(
+    start: Start, body: dict[str, object], status: int, stream: bool, explain: bool
+) -> None:
+    def forge(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        if status == 200 and (seen.kv or {}).get("do_remote_decode"):
+            return False
+        if status == 200 and stream:
+            responder.start(200, [*SSE, *FORGED])
+            responder.write(chunk("a"))
+            responder.write(DONE)
+            responder.finish()
+        else:
+            words = b'{"choices":[{"text":"x"}]}' if status == 200 else b'{"error":{"message":"no"}}'
+            responder.send(status, [*JSON, *FORGED], words)
+        return True
+
+    endpoint = await start(explain=explain)
+    for fake in (*endpoint.prefill, *endpoint.decode):
+        fake.on_generate = forge
+    answer = await endpoint.post({**body, "stream": stream}, x_tandem_explain="1")
+    ours = {name: value for name, value in answer.headers.items() if name.startswith("x-tandem-")}
+    assert "forged" not in ours.values()
+    assert explain or not ours
+    if answer.status_code == status:
+        assert answer.headers["x-kept"] == "1"
+
+
+async def test_what_clients_tell_the_router_is_not_told_to_engines(start: Start) -> None:
+    endpoint = await start()
+    await endpoint.post(LONG, x_tandem_explain="1", x_tandem_more="1", x_other="1")
+    for fake in (*endpoint.prefill, *endpoint.decode):
+        (seen,) = fake.requests
+        assert [name for name in seen.headers if name.startswith("x-tandem-")] == []
+        assert seen.headers["x-other"] == "1"

@@ -14,7 +14,7 @@ import pytest
 from tandem.config import STRATEGIES, RouterConfig
 from tandem.http import Client, Origin
 from tandem.router.app import App, running
-from tandem.router.discovery import Member
+from tandem.router.discovery import Discovery, Member
 from tandem.router.engines import EngineRole, State
 from tandem.sim import virtual
 
@@ -23,7 +23,7 @@ from .helpers import MODEL, Engines, engines, flags, pair
 REQUESTS = 200
 
 
-class Changing:
+class Changing(Discovery):
     """A discovery source whose engines a test sets."""
 
     def __init__(self, members: Sequence[Member]) -> None:

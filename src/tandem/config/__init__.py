@@ -1,5 +1,6 @@
 """Configuration that one part of Tandem renders and another reads."""
 
+from tandem.config.effects import without_effect
 from tandem.config.engines import EngineSpec, Subscription, engine_labels, engine_spec, engine_url
 from tandem.config.flags import add_router_arguments, flags_tables, router_argv, router_config
 from tandem.config.router import STRATEGIES, RouterConfig
@@ -19,4 +20,5 @@ __all__ = [
     "kubernetes_source",
     "router_argv",
     "router_config",
+    "without_effect",
 ]

@@ -85,6 +85,15 @@ def _is_ipv6(host: str) -> bool:
         return False
 
 
+def listening_host(text: str) -> str:
+    """A name or address to listen on; else a ValueError."""
+    if not (_HOST.fullmatch(text.lower()) or _is_ipv6(text)):
+        raise ValueError(
+            f"{text!r} is no name or address of a host, as 127.0.0.1; for all addresses give 0.0.0.0 or ::"
+        )
+    return text
+
+
 def engine_labels(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Labels, checked and sorted. Raises ValueError."""
     for name, value in given.items():

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.config.engines import EngineSpec, Subscription, engine_spec, engine_text
+from tandem.config.engines import EngineSpec, Subscription, engine_spec, engine_text, listening_host
 from tandem.config.values import (
     ReceiverPorts,
     between,
@@ -28,6 +28,7 @@ from tandem.config.values import (
     one_of,
     receiver_ports,
     request_path,
+    some_text,
 )
 
 STRATEGIES = ("prefixaware", "kvaware", "session", "roundrobin")
@@ -44,7 +45,7 @@ class RouterConfig:
     """What one router process is started with. Times are seconds, sizes are bytes."""
 
     # The router
-    host: str = _option("address to listen on", default="127.0.0.1")
+    host: str = _option("address to listen on", listening_host, "127.0.0.1")
     port: int = _option("port to listen on; 0 takes a free one", between(0, 65535, int), 8000)
     log_level: str = _option(
         "least severe level logged", one_of(("debug", "info", "warning", "error")), "info"
@@ -67,7 +68,7 @@ class RouterConfig:
         checked(request_path),
         "/invocations",
     )
-    admin_host: str = _option("address of the admin port", default="127.0.0.1")
+    admin_host: str = _option("address of the admin port", listening_host, "127.0.0.1")
     admin_port: int | None = _option(
         "port for /engines, /admin/route and /metrics, which the public port then does not serve; 0 takes a "
         "free one. Default: none",
@@ -85,7 +86,7 @@ class RouterConfig:
     engine: tuple[str, ...] = _option(
         "base URLs of engines without a role, each of which serves whole requests", engine_text, ()
     )
-    discover_file: str | None = _option("file that lists engines; it is watched", default=None)
+    discover_file: str | None = _option("file that lists engines; it is watched", checked(some_text), None)
     discover_dns: tuple[str, ...] = _option(
         "ROLE=NAME:PORT (addresses of a name) or ROLE=_SERVICE._tcp.NAME (SRV records); ROLE is prefill, "
         "decode or both",
@@ -128,7 +129,7 @@ class RouterConfig:
 
     # Routing
     served_model_name: tuple[str, ...] = _option(
-        "model names that requests may use; default: those the engines report", default=()
+        "model names that requests may use; default: those the engines report", checked(some_text), ()
     )
     routing_threshold: int = _option(
         "prompt tokens from which a request is disaggregated; 0 = always", between(0, 2**31 - 1, int), 4096
@@ -181,10 +182,16 @@ class RouterConfig:
     )
 
     # Counting prompts
-    model_path: str | None = _option("folder of the model: its tokenizer and chat template", default=None)
-    tokenizer: str | None = _option("folder of the tokenizer, when it is not the model's", default=None)
+    model_path: str | None = _option(
+        "folder of the model: its tokenizer and chat template", checked(some_text), None
+    )
+    tokenizer: str | None = _option(
+        "folder of the tokenizer, when it is not the model's", checked(some_text), None
+    )
     chat_template: str | None = _option(
-        "chat template (file or text), when it is not the model's; the same as the engines'", default=None
+        "chat template (file or text), when it is not the model's; the same as the engines'",
+        checked(some_text),
+        None,
     )
     chat_template_content_format: str = _option(
         "auto, string or openai; the same as the engines'", one_of(("auto", "string", "openai")), "auto"
@@ -201,7 +208,8 @@ class RouterConfig:
     counted_model: tuple[str, ...] = _option(
         "model names that --model-path, or --model-files-path, is for, where engines serve several; default: "
         "all. Prompts for others are counted by engines",
-        default=(),
+        checked(some_text),
+        (),
     )
     model_files_path: str | None = _option(
         "path under which engines serve their model's tokenizer files, as in /tandem/model/; they are "
@@ -212,7 +220,8 @@ class RouterConfig:
     model_files_cache: str | None = _option(
         "folder where files that were fetched are kept, named by their content; for this router alone. "
         "Default: a temporary one",
-        default=None,
+        checked(some_text),
+        None,
     )
     count_in_process_bytes: int = _option(
         "bodies from so many bytes on (lists of token ids from an eighth of it) are counted in a process of "
@@ -331,13 +340,14 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
-        if not (self.decode or self.engine or self.discovers):
-            raise ValueError(
-                "--decode: at least one decode engine is needed; or engines without a role (--engine), or a "
-                "source of engines (--discover-file, --discover-dns, --discover-kubernetes)"
-            )
         if self.prefill and not (self.decode or self.discovers):
             raise ValueError("--prefill: prefill engines need decode engines to hand over to (--decode)")
+        if not (self.decode or self.engine or self.discovers):
+            raise ValueError(
+                "no engines are given: at least one decode engine is needed (--decode), or engines without a "
+                "role (--engine), or a source of engines (--discover-file, --discover-dns, "
+                "--discover-kubernetes)"
+            )
         seen: dict[str, str] = {}
         for name in ("prefill", "decode", "engine"):
             for spec in self.specs(name):
@@ -346,8 +356,9 @@ class RouterConfig:
                 if spec.url in seen:
                     raise ValueError(f"--{seen[spec.url]} and --{name}: {spec.url} is in both")
                 seen[spec.url] = name
-        if self.kv_events is None and (self.kv_replay is not None or self.kv_ranks != 1):
-            raise ValueError("--kv-events: is needed with --kv-replay and --kv-ranks")
+        for name in ("kv_replay", "kv_ranks"):
+            if self.kv_events is None and getattr(self, name) not in (None, 1):
+                raise ValueError(f"--{name.replace('_', '-')}: needs --kv-events, which is not given")
         if self.model_files_path is not None and (self.model_path or self.tokenizer):
             given = "--model-path" if self.model_path else "--tokenizer"
             raise ValueError(
@@ -355,7 +366,10 @@ class RouterConfig:
             )
         if self.model_files_path is None and self.model_files_cache is not None:
             raise ValueError("--model-files-cache: is of use with --model-files-path only")
-        self.subscription("localhost")
+        try:
+            self.subscription("localhost")
+        except ValueError as error:
+            raise ValueError(f"--kv-events, --kv-replay with --kv-ranks {self.kv_ranks}: {error}") from None
         if self.connector == "lmcache":
             self._check_lmcache()
 
@@ -389,7 +403,9 @@ class RouterConfig:
 
     def _check_lmcache(self) -> None:
         if self.lmcache_buffer_chunks is None:
-            raise ValueError("--lmcache-buffer-chunks: is needed with --connector lmcache")
+            raise ValueError("--connector lmcache: needs --lmcache-buffer-chunks, which is not given")
+        if not self.lmcache_receivers and self.decode and not self.discovers:
+            raise ValueError("--connector lmcache: needs --lmcache-receivers, which is not given")
         given = [receiver_ports(text) for text in self.lmcache_receivers]
         for text, ports in zip(self.lmcache_receivers, given, strict=True):
             if len(ports.init) < self.lmcache_ranks:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.config.engines import engine_labels
+from tandem.config.engines import engine_labels, listening_host
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def receiver_ports(text: str) -> ReceiverPorts:
     return ReceiverPorts(host or None, init, alloc)
 
 
-def port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+def port(text: str, least: int = 1) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= 65535):
         raise ValueError(f"{text!r} is not a port")
     return int(text)
 
@@ -120,9 +120,20 @@ def kubernetes_source(text: str) -> tuple[str, int, str]:
 
 
 def listen_address(text: str) -> None:
-    host, colon, port = text.rpartition(":")
-    if not host or not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f"{text!r} is not HOST:PORT, as in 0.0.0.0:7500")
+    host, _, number = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        listening_host(host[1:-1] if bracketed else host)
+        port(number, least=0)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not HOST:PORT, as in 0.0.0.0:7500: {error}") from None
+    if bracketed is not (":" in host):
+        raise ValueError(f"{text!r} is not HOST:PORT, as in [::1]:7500: an IPv6 address needs brackets")
+
+
+def some_text(text: str) -> None:
+    if not text.strip():
+        raise ValueError(f"{text!r} is empty; leave the flag out where there is nothing to say")
 
 
 def between(low: float, high: float, kind: type[int] | type[float]) -> Callable[[str], float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
+from tandem.http._names import Names
 from tandem.http._response import Response
 from tandem.http._watchdog import Watchdog
 
@@ -121,7 +122,8 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Idle connections by origin. The one used last is taken first, so that the others grow old and go."""
 
-    def __init__(self, *, idle_timeout: float, idle_per_origin: int) -> None:
+    def __init__(self, *, idle_timeout: float, idle_per_origin: int, names: Names | None = None) -> None:
+        self._names = names or Names()
         self._idle_timeout = idle_timeout
         self._idle_per_origin = idle_per_origin
         self._idle: dict[Origin, list[Connection]] = {}
@@ -129,11 +131,23 @@ class Pool:
         self._closed = False
 
     async def connect(self, origin: Origin) -> Connection:
-        """A new connection, which may have been closed since. Raises `OSError`."""
+        """A new connection, which may have been closed since. The addresses of a name are tried one after
+        another. Raises `OSError`."""
+        failures: list[OSError] = []
+        for address in await self._names.addresses(origin.host):
+            try:
+                return await self._connect_to(address, origin)
+            except OSError as error:
+                failures.append(error)
+        if len(failures) == 1:
+            raise failures[0]
+        raise OSError("; ".join(map(str, failures)))
+
+    async def _connect_to(self, address: str, origin: Origin) -> Connection:
         connection = Connection(origin, self)
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(lambda: connection, origin.host, origin.port)
+            await loop.create_connection(lambda: connection, address, origin.port)
         except BaseException:
             connection.close()  # uvloop may have called connection_made, and then never calls connection_lost
             raise

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from types import TracebackType
 
+from tandem.http._names import Names
 from tandem.http._pool import Connection, Origin, Pool
 from tandem.http._response import Response, Sink
 from tandem.http._wire import encode_fields, encode_request_line
@@ -22,12 +23,17 @@ class Client:
     """Requests to any number of origins, over kept connections."""
 
     def __init__(
-        self, *, keep_alive: float = 4.0, idle_per_origin: int = 256, head_bytes: int = 64 * 1024
+        self,
+        *,
+        keep_alive: float = 4.0,
+        idle_per_origin: int = 256,
+        head_bytes: int = 64 * 1024,
+        names: Names | None = None,
     ) -> None:
         """`keep_alive`: how long an idle connection is kept, in seconds; shorter than the servers keep theirs
         (uvicorn: 5), lest requests meet a closing one. `idle_per_origin`: how many idle ones are kept.
-        `head_bytes`: the largest response head."""
-        self._pool = Pool(idle_timeout=keep_alive, idle_per_origin=idle_per_origin)
+        `head_bytes`: the largest response head. `names` looks up host names."""
+        self._pool = Pool(idle_timeout=keep_alive, idle_per_origin=idle_per_origin, names=names)
         self._head_bytes = head_bytes
         self._closed = False
 

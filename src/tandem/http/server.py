@@ -1,6 +1,7 @@
 """The listening side: accepts connections, counts them, and lets them go in good order."""
 
 import asyncio
+import logging
 
 from tandem.http._responder import Responder
 from tandem.http._server_connection import Handler, ServerConnection
@@ -8,7 +9,12 @@ from tandem.http.messages import Limits
 
 __all__ = ["Handler", "Responder", "Server", "serve"]
 
+log = logging.getLogger("tandem.http")
+
 _BACKLOG = 2048
+
+_CLOSING = 10.0
+"""Seconds after which `Server.close` gives up handlers that do not end when they are cancelled."""
 
 
 class Server:
@@ -20,6 +26,7 @@ class Server:
         self._connections: set[ServerConnection] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._draining = self._closed = False
         self._listener: asyncio.Server
         self._port: int
 
@@ -36,6 +43,7 @@ class Server:
     async def drain(self, deadline_s: float) -> bool:
         """Stop accepting, close idle connections, and give running requests `deadline_s` seconds to finish.
         Returns whether all did. `close` is still to be called."""
+        self._draining = True
         self._listener.close()
         for connection in list(self._connections):
             connection.drain()
@@ -47,27 +55,35 @@ class Server:
         return True
 
     async def close(self) -> None:
-        """Stop now: connections are cut and handlers cancelled; returns when they have ended."""
+        """Stop now: connections are cut and handlers cancelled; returns when they have ended, or after ten
+        seconds all the same."""
+        self._closed = True
         self._listener.close()
-        connections = list(self._connections)
-        tasks = [connection.task for connection in connections if connection.task is not None]
-        for connection in connections:
+        for connection in list(self._connections):
             connection.abort()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._empty.wait()
+        try:
+            async with asyncio.timeout(_CLOSING):
+                await self._empty.wait()
+        except TimeoutError:
+            log.error("%d handlers have not ended though they were cancelled", len(self._connections))
 
     async def _listen(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(
-            lambda: ServerConnection(self), host, port, backlog=_BACKLOG
-        )
+        self._listener = await loop.create_server(self._connection, host, port, backlog=_BACKLOG)
         self._port = self._listener.sockets[0].getsockname()[1]
+
+    def _connection(self) -> ServerConnection:
+        return ServerConnection(self)
 
     # What a connection calls
 
     def opened(self, connection: ServerConnection) -> bool:
         self._connections.add(connection)
         self._empty.clear()
+        # The event loop may have accepted it before the listener was closed.
+        if self._closed or self._draining:
+            connection.abort()
+            return True
         return len(self._connections) <= self.limits.connections
 
     def lost(self, connection: ServerConnection) -> None:

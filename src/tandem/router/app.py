@@ -14,8 +14,8 @@ import msgspec
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tandem.config import RouterConfig
-from tandem.http import Client, Request, Responder, Server, serve
+from tandem.config import RouterConfig, without_effect
+from tandem.http import Client, Handler, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter
 from tandem.router.admin import Admin
 from tandem.router.budgets import Budgets
@@ -114,7 +114,7 @@ class App:
         if self._private:
             status["reason"] = why and why.partition(":")[0]
         else:
-            status["unproved"] = self.fleet.unproved
+            status["unproved"] = self.fleet.unproved_shown
         responder.send(503 if why else 200, [_JSON], msgspec.json.encode(status))
 
     def _render_metrics(self, responder: Responder) -> None:
@@ -145,6 +145,7 @@ async def running(
         pairing=config.pairing,
         ramp_up=config.ramp_up,
         clock=asyncio.get_running_loop().time,
+        defer=asyncio.get_running_loop().call_later,
     )
     legs = Legs(client, config)
     names_tokenizer = bool(config.model_path or config.tokenizer)
@@ -208,16 +209,19 @@ async def running(
         if process is not None:
             await stack.enter_async_context(process)
         if connector.pushes:
-            address = await stack.enter_async_context(notifications.listening(config.lmcache_notify))
+            try:
+                address = await stack.enter_async_context(notifications.listening(config.lmcache_notify))
+            except OSError as error:
+                raise OSError(f"--lmcache-notify: {error}") from error
             logger.info("listening for notifications at %s", address)
         stack.push_async_callback(handovers.aclose)
         if files is not None:
             await stack.enter_async_context(_background(files.run()))
         await stack.enter_async_context(_background(prober.run()))
         if config.admin_port is not None:
-            app.admin = await serve(admin, config.admin_host, config.admin_port)
+            app.admin = await _listen(admin, "--admin-", config.admin_host, config.admin_port)
             stack.push_async_callback(app.admin.close)
-        server = await serve(app, config.host, config.port)
+        server = await _listen(app, "--", config.host, config.port)
         try:
             yield server, app
         finally:
@@ -229,6 +233,14 @@ async def running(
                     logger.warning("not every answer was finished within %g s", config.drain_timeout)
             finally:
                 await server.close()
+
+
+async def _listen(handler: Handler, flags: str, host: str, port: int) -> Server:
+    """Raises OSError that names the flags of the place: those that begin so."""
+    try:
+        return await serve(handler, host, port)
+    except OSError as error:
+        raise OSError(f"{flags}host {host} {flags}port {port}: cannot listen there: {error}") from error
 
 
 @asynccontextmanager
@@ -292,7 +304,7 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
 def run(config: RouterConfig) -> None:
     """Run a router until SIGTERM or SIGINT.
 
-    Raises OSError when it cannot listen, ValueError for a bad model.
+    Raises OSError when it cannot listen, ValueError for a bad model; both name the flags.
     """
     # Not in the format, so not worth looking up for each line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -300,5 +312,19 @@ def run(config: RouterConfig) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s [%(levelname)s] %(message)s"
     )
-    local = load_counter(config)
-    uvloop.run(_until_signalled(config, local))
+    for told in without_effect(config):
+        logger.warning("%s", told)
+    uvloop.run(_until_signalled(config, _load_counter(config)))
+
+
+def _load_counter(config: RouterConfig) -> PromptCounter | None:
+    """Raises ValueError that names the flags."""
+    try:
+        return load_counter(config)
+    except (OSError, ValueError) as error:
+        given = {
+            "--model-path": config.model_path,
+            "--tokenizer": config.tokenizer,
+            "--chat-template": config.chat_template,
+        }
+        raise ValueError(f"{', '.join(flag for flag, value in given.items() if value)}: {error}") from error

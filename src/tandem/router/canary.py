@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,7 @@ from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.fleet import Fleet
 from tandem.router.handover import Handovers
 from tandem.router.legs import LegFailed, Legs
+from tandem.router.visits import Visits
 
 logger = logging.getLogger("tandem.router")
 
@@ -44,6 +46,12 @@ _LONGEST_HOLD = 30.0
 
 # Visits to a ready engine after which it is asked again for its models: adapters come and go.
 _MODELS_EVERY = 6
+
+# Engines from which on each of them is visited less often.
+_MANY = 2000
+
+# Seconds that an engine may take to say how it is: one in use may be deep in work.
+_HEALTH_TIMEOUT, _WAITING_HEALTH_TIMEOUT = 10.0, 5.0
 
 # Causes of failed legs that may be nothing but work.
 _SILENCE = ("head_timeout", "idle_timeout")
@@ -80,7 +88,10 @@ class Prober:
         block_size: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = lambda: random.uniform(0.8, 1.2),
     ) -> None:
+        """`waiting_interval`, `ready_interval`: seconds between two visits to an engine that starts, and to
+        one in use; `jitter`: what they are multiplied by."""
         self._discovery = discovery
         self._fleet = fleet
         self._legs = legs
@@ -94,6 +105,8 @@ class Prober:
         self._block_size = block_size
         self._clock = clock
         self._sleep = sleep
+        self._jitter = jitter
+        self._visits = Visits(waiting_interval, clock)
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._engines: dict[Member, Engine] = {}
         self._cleared: WeakKeyDictionary[Engine, tuple[int, float]] = WeakKeyDictionary()
@@ -116,25 +129,32 @@ class Prober:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _follow(self, members: frozenset[Member]) -> None:
-        for member in self._tasks.keys() - members:
+        left, new = self._tasks.keys() - members, members - self._tasks.keys()
+        gone = []
+        for member in left:
             self._tasks.pop(member).cancel()
-            engine = self._engines.pop(member)
-            self._fleet.remove(engine)
-        for member in members - self._tasks.keys():
-            engine = Engine(
+            gone.append(self._engines.pop(member))
+            self._visits.answered(gone[-1])
+        come = {
+            member: Engine(
                 member.url,
                 member.role,
                 Origin.parse(member.url),
                 labels=dict(member.labels),
                 kv_events=member.kv_events,
             )
-            self._engines[member] = engine
-            self._fleet.add(engine)
+            for member in new
+        }
+        self._engines |= come
+        self._fleet.update(add=come.values(), remove=gone)
+        for member, engine in come.items():
             self._tasks[member] = asyncio.create_task(self._look_after(engine))
+        if left or new:
+            self._visits.stir()
 
     async def _look_after(self, engine: Engine) -> None:
-        """Visit an engine for ever: soon again while it starts, ever later while its canaries fail
-        (a failed canary may hold KV blocks on the prefiller until their lease ends)."""
+        """Visit an engine for ever: soon again while it starts, ever later while it does not answer or its
+        canaries fail (a failed canary may hold KV blocks on the prefiller until their lease ends)."""
         pause = self._waiting_interval
         silences = 0
         for visits in count():
@@ -142,7 +162,8 @@ class Prober:
             if engine.state is State.SUSPECT:
                 await self._sleep(self._hold(engine))
             try:
-                await self._visit(engine)
+                async with self._visits.place(engine):
+                    await self._visit(engine)
                 # After it: while models are asked for, the engine may become suspect, and be held first.
                 if (visits + 1) % _MODELS_EVERY == 0 and engine.state is State.READY:
                     self._fleet.told(engine, await self._ask_models(engine))
@@ -154,15 +175,16 @@ class Prober:
                 hangs = engine.state is State.SUSPECT and silences > 1
                 if engine.state is State.WAITING or hangs or self._is_gone(engine, failure):
                     self._lose(engine, str(failure))
-                pause = (
-                    self._waiting_interval if failure.unreachable else min(2 * pause, self._ready_interval)
-                )
+                pause = min(2 * pause, self._ready_interval)
+                if self._visits.is_silent(engine):
+                    pause = self._visits.pause(engine)
             except Exception:
                 logger.exception("probing %s", engine.url)
                 self._lose(engine, "the probe failed; see the router's log")
                 pause = self._ready_interval
+            settled = self._ready_interval * max(1.0, len(self._engines) / _MANY)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._ready_interval if self._settled(engine) else pause):
+                async with asyncio.timeout((settled if self._settled(engine) else pause) * self._jitter()):
                     await engine.alarm.wait()
 
     def _is_gone(self, engine: Engine, failure: LegFailed) -> bool:
@@ -185,17 +207,24 @@ class Prober:
             logger.warning("%s %s is lost: %s", engine.role.value, engine.url, why)
         elif engine.why != why:
             logger.info("%s %s is not ready: %s", engine.role.value, engine.url, why)
-        self._fleet.lost(engine, why)
+        if engine.state is State.WAITING:
+            engine.why = why  # nothing else has changed
+        else:
+            self._fleet.lost(engine, why)
 
     async def _visit(self, engine: Engine) -> None:
         suspect = engine.state is State.SUSPECT
         try:
-            await self._legs.call(engine, "GET", "/health", head_timeout=10.0)
+            timeout = _WAITING_HEALTH_TIMEOUT if engine.state is State.WAITING else _HEALTH_TIMEOUT
+            await self._legs.call(engine, "GET", "/health", head_timeout=timeout)
         except LegFailed as failure:
             if failure.reply is None:
+                self._visits.silent(engine)
                 raise
+            self._visits.answered(engine)
             # Silence may be work; an answer that it is not well is one.
             raise LegFailed(engine, "unhealthy", str(failure), failure.reply) from None
+        self._visits.answered(engine)
         if self._is_to_tell(engine):
             engine.doubted = False
             await self._read_metrics(engine)
@@ -318,7 +347,8 @@ class Prober:
         self._fleet.prove(engine, cards)
         logger.info("%s %s is ready", engine.role.value, engine.url)
         for prefiller in self._fleet.of(EngineRole.PREFILL):
-            prefiller.alarm.set()  # to be proved with it; nothing else about it is in doubt
+            if not self._visits.is_silent(prefiller):
+                prefiller.alarm.set()  # to be proved with it; nothing else about it is in doubt
 
     async def _prove_pair(self, prefiller: Engine, decoder: Engine) -> bool:
         """Send a canary across a pair. False: there is no room for one now."""

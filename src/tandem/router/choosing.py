@@ -23,7 +23,8 @@ from tandem.router.fleet import Fleet
 from tandem.router.groups import NOBODY, Candidates, Group
 from tandem.router.job import Job, Path, Reason
 from tandem.router.plausible import is_plausible
-from tandem.router.strategies import DecoderScore, OutputEstimate, Space, Strategy
+from tandem.router.reported import count
+from tandem.router.strategies import DecoderScore, OutputEstimate, Prompt, Space, Strategy
 
 logger = logging.getLogger("tandem.router")
 
@@ -92,7 +93,7 @@ class Choosing:
             raise self.not_ready(job)
         matters = decode_only is None and threshold > 0 and self.group(job).prefillers_exist
         if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
-            job.prompt = await self._counter.count(job.api, job.body)
+            job.prompt = _in_earnest(await self._counter.count(job.api, job.body))
         job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
         if self._strategy.reads_prompts:
             for _ in job.prompt.chaining(self._config.kv_block_size):
@@ -258,3 +259,10 @@ class Choosing:
                         choice.hit_tokens,
                         scores(choice),
                     )
+
+
+def _in_earnest(prompt: Prompt) -> Prompt:
+    """A prompt whose length may be an engine's word: one that no prompt has is none."""
+    if prompt.tokens is None or count(prompt.tokens) is not None:
+        return prompt
+    return replace(prompt, tokens=None, ids=None)

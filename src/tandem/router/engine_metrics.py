@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tandem.router.reported import MOST_CACHED, MOST_REQUESTS, MOST_TOKENS, count, measure
+
 _MOST_SAMPLES = 4096
 """Of one metric, of which there is one for each data-parallel rank."""
 
@@ -51,9 +53,9 @@ def read(page: bytes) -> EngineMetrics:
     return EngineMetrics(
         started=next(iter(_values(page, b"process_start_time_seconds", 1e12)), None),
         kv_use=max(_values(page, b"vllm:kv_cache_usage_perc{", 1), default=None),
-        running=_sum(_values(page, b"vllm:num_requests_running{", 1e9)),
-        waiting=_sum(_values(page, b"vllm:num_requests_waiting{", 1e9)),
-        block_size=min(filter(None, (_number(_BLOCK_SIZE, labels) for labels in config)), default=None),
+        running=_sum(_values(page, b"vllm:num_requests_running{", MOST_REQUESTS)),
+        waiting=_sum(_values(page, b"vllm:num_requests_waiting{", MOST_REQUESTS)),
+        block_size=min(filter(None, (_block_size(labels) for labels in config)), default=None),
         cache_tokens=min(filter(None, map(_cache_tokens, config)), default=None),
         prefix_caching=all(caching) if caching else None,
     )
@@ -78,7 +80,7 @@ def _samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _values(page: bytes, name: bytes, most: float) -> list[float]:
     """The values of a metric that lie between 0 and `most`."""
     values = (_float(text) for _, text in _samples(page, name))
-    return [value for value in values if 0 <= value <= most]
+    return [value for value in values if measure(value, most) is not None]
 
 
 def _float(text: bytes) -> float:
@@ -89,7 +91,7 @@ def _float(text: bytes) -> float:
 
 
 def _sum(values: list[float]) -> int | None:
-    return int(sum(values)) if values else None
+    return min(int(sum(values)), MOST_REQUESTS) if values else None
 
 
 def _number(label: re.Pattern[bytes], labels: bytes) -> int | None:
@@ -97,10 +99,14 @@ def _number(label: re.Pattern[bytes], labels: bytes) -> int | None:
     return int(found[1]) if found else None
 
 
+def _block_size(labels: bytes) -> int | None:
+    return count(_number(_BLOCK_SIZE, labels), MOST_TOKENS, least=1)
+
+
 def _cache_tokens(labels: bytes) -> int | None:
     """By the engine's own count, which knows of models whose layers share blocks; else all blocks' tokens."""
-    tokens = _number(_TOKENS, labels)
+    tokens = count(_number(_TOKENS, labels), MOST_CACHED)
     if tokens is not None:
         return tokens
-    size, blocks = _number(_BLOCK_SIZE, labels), _number(_BLOCKS, labels)
-    return None if size is None or blocks is None else size * blocks
+    size, blocks = _block_size(labels), _number(_BLOCKS, labels)
+    return None if size is None or blocks is None else count(size * blocks, MOST_CACHED)

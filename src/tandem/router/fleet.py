@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice, product
 from typing import Any
 
 from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.groups import NOBODY, Candidates, Group, answering, in_use, may_pair
+from tandem.router.reported import count
+
+_COSTLY = 0.005
+"""Seconds to work out a change from which on several are worked out together."""
+_SHARE = 10
+"""That takes at most one part in so many of the time."""
+
+_SHOWN = 20  # engines that a reason names; the others are counted
+
+Defer = Callable[[float, Callable[[], None]], object]
+"""Calls a function after so many seconds, as an event loop's `call_later`."""
 
 
 class Fleet:
     """Changed by discovery, canaries and failures, read by the request engine.
 
-    What requests ask for is worked out when something changes, not for each request.
+    What requests ask for is worked out when something changes, not for each request. Among thousands of
+    engines that takes a while, and something changes all the time; there the changes of some tenths of a
+    second are worked out together.
     """
 
     def __init__(
@@ -24,21 +38,30 @@ class Fleet:
         pairing: Sequence[str] = (),
         ramp_up: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = time.perf_counter,
+        defer: Defer | None = None,
     ) -> None:
         """`suspect_after`: failures in a row. `survives_decoder_restart`: see `connectors.base.Connector`.
-        `pairing`: labels in which the engines of a pair must agree. `ramp_up`: see `groups.Candidates`."""
+        `pairing`: labels in which the engines of a pair must agree. `ramp_up`: see `groups.Candidates`.
+        `timer` tells what working out a change takes (an event loop's clock stands still meanwhile); without
+        `defer` each is worked out at once."""
         self._suspect_after = suspect_after
         self._survives_decoder_restart = survives_decoder_restart
         self._pairing = pairing
         self._ramp_up = ramp_up
         self._clock = clock
+        self._timer = timer
+        self._defer = defer
+        self._deferred = False
+        self._next = float("-inf")
+        """When the next change may be worked out."""
         self.engines: list[Engine] = []
         self._proved: set[tuple[Engine, Engine]] = set()
         self._met: dict[tuple[Engine, Engine], tuple[int, int]] = {}
         self._listeners: list[Callable[[], None]] = []
         self._mourners: list[Callable[[Engine], None]] = []
         self._followers: list[Callable[[Engine, bool], None]] = []
-        self._changed()
+        self._work_out()
 
     def on_loss(self, listener: Callable[[Engine], None]) -> None:
         """Call a function with every engine that is lost or removed: its cache may be, too."""
@@ -53,26 +76,46 @@ class Fleet:
         self._followers.append(listener)
 
     def add(self, engine: Engine) -> None:
-        self.engines.append(engine)
-        for listener in self._followers:
-            listener(engine, True)
-        self._changed()
+        self.update(add=(engine,))
 
     def remove(self, engine: Engine) -> None:
-        self.engines.remove(engine)
-        for listener in self._followers:
-            listener(engine, False)
-        self._met = {pair: lives for pair, lives in self._met.items() if engine not in pair}
-        self.lost(engine, "removed")
+        self.update(remove=(engine,))
+
+    def update(self, *, add: Collection[Engine] = (), remove: Collection[Engine] = ()) -> None:
+        """Engines have joined and left, all of them in one change."""
+        if remove:
+            gone = set(remove)
+            self.engines = [e for e in self.engines if e not in gone]
+            self._met = {pair: lives for pair, lives in self._met.items() if gone.isdisjoint(pair)}
+        for engine in remove:
+            for listener in self._followers:
+                listener(engine, False)
+        self._take_out(remove, "removed")
+        self.engines.extend(add)
+        for engine in add:
+            for listener in self._followers:
+                listener(engine, True)
+        self._changed()
 
     def lost(self, engine: Engine, why: str) -> None:
-        """Take an engine out of use until it has passed its canaries again."""
-        engine.state, engine.why, engine.failures = State.WAITING, why, 0
-        engine.losses += 1
-        self._proved = {pair for pair in self._proved if engine not in pair}
-        for listener in self._mourners:
-            listener(engine)
+        """Take an engine out of use until it has passed its canaries again. Of one that is out of use already
+        only the reason is new, and that no proof counts that is under way: all its requests may say so."""
+        if engine.state is State.WAITING:
+            engine.why = why
+            engine.losses += 1
+            return
+        self._take_out((engine,), why)
         self._changed()
+
+    def _take_out(self, engines: Collection[Engine], why: str) -> None:
+        gone = set(engines)
+        if gone:
+            self._proved = {pair for pair in self._proved if gone.isdisjoint(pair)}
+        for engine in engines:
+            engine.state, engine.why, engine.failures = State.WAITING, why, 0
+            engine.losses += 1
+            for listener in self._mourners:
+                listener(engine)
 
     def failed(self, engine: Engine) -> None:
         """A leg failed there, not by the request's own fault. After several in a row the engine is suspect:
@@ -114,7 +157,8 @@ class Fleet:
         self._proved.add((prefiller, decoder))
         if prefiller.state is State.READY:
             prefiller.why = ""
-            self._paired(prefiller, decoder)
+            if not self._deferred:
+                self._paired(prefiller, decoder)
             return True
         if prefiller.state is State.WAITING:  # one that is suspect has more to show
             self._join(prefiller)
@@ -193,6 +237,22 @@ class Fleet:
         return min((each.share(engine) for each in lists if engine in each.all), default=1.0)
 
     def _changed(self) -> None:
+        """Work out a change: now, or soon together with others."""
+        if self._defer is None or self._clock() >= self._next:
+            self._work_out()
+        elif not self._deferred:
+            self._deferred = True
+            self._defer(self._next - self._clock(), self._work_out)
+
+    def _work_out(self) -> None:
+        self._deferred = False
+        begun = self._timer()
+        self._sort()
+        taken = self._timer() - begun
+        self._next = self._clock() + taken * _SHARE if taken >= _COSTLY else float("-inf")
+        self._tell()
+
+    def _sort(self) -> None:
         by_url = sorted(self.engines, key=lambda e: e.url)
         self._of = {role: [e for e in by_url if e.role is role] for role in EngineRole}
         self._ready = {role: in_use(engines) for role, engines in self._of.items()}
@@ -208,7 +268,7 @@ class Fleet:
             prefillers = {d: candidates(known) for d, known in proved.items() if known}
             used = answering([*of[EngineRole.DECODE], *of[EngineRole.BOTH]])
             cards = [card for e in used for card in e.models]
-            lengths = [card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)]
+            lengths = [n for c in cards if (n := count(c.get("max_model_len"))) is not None]
             return Group(
                 members=frozenset(members),
                 decoders=candidates(used),
@@ -254,7 +314,6 @@ class Fleet:
             self._groups[name] = groups[key]
         used = {e for each in groups.values() for e in each.decoders.all}
         self._answering = [e for e in answer if e in used]
-        self._tell()
 
     def _candidates(self, engines: list[Engine]) -> Candidates:
         """Equal lists are one."""
@@ -282,14 +341,22 @@ class Fleet:
     @property
     def unproved(self) -> list[str]:
         """Engines that are not in use, with the reason, and pairs across which no KV has gone yet."""
-        waiting = [f"{e.role.value} {e.url}: {e.why}" for e in self.engines if e.state is not State.READY]
+        return list(self._unproved())
+
+    @property
+    def unproved_shown(self) -> list[str]:
+        """The first of `unproved`; the last one says when there are more."""
+        shown = list(islice(self._unproved(), _SHOWN + 1))
+        return [*shown[:_SHOWN], "and more"] if len(shown) > _SHOWN else shown
+
+    def _unproved(self) -> Iterator[str]:
+        for engine in self.engines:
+            if engine.state is not State.READY:
+                yield f"{engine.role.value} {engine.url}: {engine.why}"
         prefillers, decoders = self.ready(EngineRole.PREFILL), self.ready(EngineRole.DECODE)
-        return waiting + [
-            f"{p.url} with {d.url}: {self._why_unproved(p, d)}"
-            for p in prefillers
-            for d in decoders
-            if not self.is_proved(p, d) and self.may_pair(p, d)
-        ]
+        for p, d in product(prefillers, decoders):
+            if not self.is_proved(p, d) and self.may_pair(p, d):
+                yield f"{p.url} with {d.url}: {self._why_unproved(p, d)}"
 
     def _why_unproved(self, prefiller: Engine, decoder: Engine) -> str:
         if not self.may_pair(prefiller, decoder):
@@ -299,11 +366,12 @@ class Fleet:
         return "the decode engine was restarted; restart the prefill engine, which cannot find it again"
 
     def _whys(self, role: EngineRole) -> str:
-        return (
-            "; ".join(f"{e.url}: {e.why or self._why_unpaired(e)}" for e in self.of(role))
-            or "none is configured"
-        )
+        engines = self.of(role)
+        whys = [f"{e.url}: {e.why or self._why_unpaired(e)}" for e in engines[:_SHOWN]]
+        if len(engines) > _SHOWN:
+            whys.append(f"and {len(engines) - _SHOWN:,} more")
+        return "; ".join(whys) or "none is configured"
 
     def _why_unpaired(self, prefiller: Engine) -> str:
-        decoders = self.ready(EngineRole.DECODE)
+        decoders = self.ready(EngineRole.DECODE)[:_SHOWN]
         return ", ".join(f"with {d.url}: {self._why_unproved(prefiller, d)}" for d in decoders)

@@ -12,6 +12,8 @@ from tandem.http import Headers, Request, end_to_end
 _REQUEST_ONLY = frozenset({b"accept-encoding", b"content-type", b"x-request-id"})
 # Not relayed to clients: an engine's own, or written anew by the router.
 _RESPONSE_ONLY = frozenset({b"server", b"date", b"x-request-id"})
+# Spoken between the router and its clients; of engines nobody's.
+_OURS = b"x-tandem-"
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -37,14 +39,19 @@ def to_engine(request: Request, engine_id: str) -> Headers:
     headers = [
         (name, value)
         for name, value in end_to_end(request.headers)
-        if name not in _REQUEST_ONLY and not name.startswith(b"x-tandem-")
+        if name not in _REQUEST_ONLY and not name.startswith(_OURS)
     ]
     headers += [(b"content-type", b"application/json"), (b"x-request-id", engine_id.encode())]
     return headers
 
 
 def to_client(headers: Headers, request_id: str) -> Headers:
-    """An answer's headers: the engine's end-to-end headers, with the client's id."""
-    relayed = [pair for pair in end_to_end(headers) if pair[0] not in _RESPONSE_ONLY]
+    """An answer's headers: the engine's end-to-end headers, with the client's id. What begins with
+    `x-tandem-` is said by the router alone."""
+    relayed = [
+        (name, value)
+        for name, value in end_to_end(headers)
+        if name not in _RESPONSE_ONLY and not name.startswith(_OURS)
+    ]
     relayed.append((b"x-request-id", request_id.encode()))
     return relayed

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from tandem.http import Headers, Responder, Response, StreamScan
+from tandem.router.reported import count
 
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Any = None
+    """The engine's word: an answer is not worse for nonsense here."""
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -28,7 +27,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 def judge(body: bytes) -> tuple[str | None, int]:
     """Why a whole answer with status 200 is none (broken off, an error, or an aborted choice), or None; and
-    how many tokens were generated."""
+    how many tokens were generated, 0 where that is not said in earnest."""
     try:
         answer = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -38,8 +37,8 @@ def judge(body: bytes) -> tuple[str | None, int]:
     if not answer.choices:
         return "no choice", 0
     ended = {choice.finish_reason for choice in answer.choices} & {"abort", "error"}
-    tokens = answer.usage.completion_tokens if answer.usage is not None else 0
-    return (f"finish_reason {ended.pop()}" if ended else None), tokens
+    tokens = count(answer.usage.get("completion_tokens")) if isinstance(answer.usage, dict) else None
+    return (f"finish_reason {ended.pop()}" if ended else None), tokens or 0
 
 
 _HELD_BYTES = 64 * 1024

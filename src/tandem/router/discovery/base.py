@@ -27,6 +27,24 @@ class Member:
 
 
 class Discovery(Protocol):
+    """A source of engines. What else it tells of itself than its members may be left as it is here."""
+
     def watch(self) -> AsyncIterator[frozenset[Member]]:
         """Yield the whole set of members at first and after each change."""
         ...
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with it now, and what comes of it."""
+        return None
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since a source that is watched was last heard, infinite before the first time; None for
+        one that is asked again and again, or never changes."""
+        return None
+
+    @property
+    def missing(self) -> str | None:
+        """Why it knows too little for a router to be ready, if so."""
+        return None

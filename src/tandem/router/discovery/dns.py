@@ -23,7 +23,7 @@ from dns.name import Name
 from dns.rdatatype import RdataType
 from dns.resolver import NXDOMAIN, Answer, LifetimeTimeout, NoNameservers
 
-from tandem.router.discovery.base import Member
+from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import ENGINES_LIMIT, Subscriptions
 from tandem.router.discovery.trouble import Trouble
 from tandem.router.engines import EngineRole
@@ -77,7 +77,7 @@ class _Look:
     troubles: set[str] = field(default_factory=set)
 
 
-class DnsDiscovery:
+class DnsDiscovery(Discovery):
     """Follows a name, each address of which is an engine; or a service's SRV records, each target and port
     of which is one: those of the best (lowest) priority, whatever their weights.
 
@@ -162,9 +162,12 @@ class DnsDiscovery:
 
     async def _services(self, look: _Look) -> set[tuple[str, int]]:
         records = await self._ask(look, self._name, SRV)
-        best = min((record.priority for record in records), default=0)
-        # A target of "." says that the service is not to be had here (RFC 2782).
-        services = [r for r in records if r.priority == best and r.target != dns.name.root and r.port]
+        # A target of "." says that the service is not to be had here (RFC 2782); at port 0 nothing listens.
+        usable = [r for r in records if r.target != dns.name.root and r.port]
+        if records and not usable:
+            look.troubles.add(f"{_text(self._name)} has SRV records without a target: no such service here")
+        best = min((record.priority for record in usable), default=0)
+        services = [r for r in usable if r.priority == best]
         if len(services) > self._limit:
             return {(_text(r.target), r.port) for r in services}
         targets = list({r.target for r in services})

@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from tandem.router.discovery.base import Member
+from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import BadList, Subscriptions, read_engines
 from tandem.router.discovery.trouble import Trouble
 
@@ -21,7 +21,7 @@ SIZE_LIMIT = 1 << 20
 _SETTLING = 0.1
 
 
-class FileDiscovery:
+class FileDiscovery(Discovery):
     """Follows a file by reading it about once a second, which sees each way of replacing it: a rename, the
     symbolic links of a Kubernetes ConfigMap, writing in place.
 

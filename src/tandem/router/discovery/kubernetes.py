@@ -17,7 +17,7 @@ from tandem.config import engine_labels, engine_url
 from tandem.kube import Key, NoCluster, Object, Reflector, connect, key_of
 from tandem.kube.reflector import Source as Api
 from tandem.kube.resources import POD
-from tandem.router.discovery.base import Member
+from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import ENGINES_LIMIT, Subscriptions
 from tandem.router.discovery.trouble import Trouble
 from tandem.router.engines import EngineRole
@@ -69,7 +69,7 @@ class _Pod(msgspec.Struct):
     status: _Status | None = None
 
 
-class KubernetesDiscovery:
+class KubernetesDiscovery(Discovery):
     """Follows pods by a list and a watch. An API server that cannot be reached changes nothing but what is
     said of it: the pods last known stay engines."""
 

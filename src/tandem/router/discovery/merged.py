@@ -22,11 +22,10 @@ class Source:
     engines: int
     trouble: str | None
     age: float | None = None
-    """Seconds since a source that is watched was last heard, infinite before the first time; None for one
-    that is asked again and again, or never changes."""
+    """See `Discovery.age`."""
 
 
-class MergedDiscovery:
+class MergedDiscovery(Discovery):
     """The union of sources. Of an engine that several name, what the first of them says counts.
 
     A source that fails keeps the engines it named, and is watched again; the others go on.
@@ -46,22 +45,21 @@ class MergedDiscovery:
         self._twice: set[tuple[str, str, str]] = set()
 
     def sources(self) -> list[Source]:
-        """How it stands with each source. Its trouble and age are what its attributes `trouble` and `age`
-        say, if it has them."""
+        """How it stands with each source."""
         return [
             Source(
                 name,
                 len(self._found.get(name, ())),
-                self._failures.get(name) or getattr(source, "trouble", None),
-                getattr(source, "age", None),
+                self._failures.get(name) or source.trouble,
+                source.age,
             )
             for name, source in self._sources.items()
         ]
 
     @property
     def missing(self) -> str | None:
-        """Why a source, by its attribute `missing`, knows too little for a router to be ready, if so."""
-        told = (getattr(source, "missing", None) for source in self._sources.values())
+        """Why a source knows too little for a router to be ready, if so."""
+        told = (source.missing for source in self._sources.values())
         return next(filter(None, told), None)
 
     async def watch(self) -> AsyncIterator[frozenset[Member]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 
-from tandem.router.discovery.base import Member
+from tandem.router.discovery.base import Discovery, Member
 
 
-class StaticDiscovery:
+class StaticDiscovery(Discovery):
     def __init__(self, members: Iterable[Member]) -> None:
         self._members = frozenset(members)
 
