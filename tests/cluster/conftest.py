@@ -15,6 +15,7 @@ from ..prompt.models import Model, byte_level
 from . import raising
 from .endpoint import LONG, SHORT
 from .kube import Cluster
+from .operating import Operator
 from .report import report
 
 KUBECONFIG = "TANDEM_TEST_KUBECONFIG"
@@ -79,6 +80,7 @@ def _equip(cluster: Cluster) -> None:
     for name in ENGINE_IMAGES:
         cluster.image(name, "vllm", "serve")
     cluster.image(settings.router_image, "tandem")
+    cluster.image(settings.router_image.replace("/router:", "/operator:"), "tandem")
     cluster.image(settings.proxy_image, "nginx", "-g", "daemon off;")
     cluster.image(settings.collector_image, "/usr/local/tandem/kube/otelcol")
     labels = (f"{name}={value}" for name, value in NODE_LABELS.items())
@@ -93,6 +95,15 @@ def _equip(cluster: Cluster) -> None:
     cluster.apply(
         [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": settings.system_namespace}}]
     )
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Cluster) -> Operator:
+    """The operator as a pod, installed once, with the rights that its manifests give it."""
+    installed = Operator(cluster)
+    installed.install()
+    cluster.wait_for("the operator", lambda: installed.ready() and installed.leads(), 90)
+    return installed
 
 
 @pytest.fixture
