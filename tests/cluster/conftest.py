@@ -24,7 +24,7 @@ NODE_LABELS = {
     "topology.kubernetes.io/zone": "zone-a",
     "node.kubernetes.io/instance-type": "ml.g6e.12xlarge",
 }
-GPUS = 8
+GPUS = 64
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -54,7 +54,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
-    """A cluster of two nodes in one zone, which say that they have 8 GPUs each, with the images that
+    """A cluster of two nodes in one zone, which say that they have GPUs, with the images that
     endpoints need: the real nginx and collector, the router, and simulated engines.
 
     TANDEM_TEST_KUBECONFIG names a cluster to take instead, which is there for tests: its nodes are labelled.

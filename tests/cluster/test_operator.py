@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .endpoint import manifest
+from .endpoint import LONG, SYSTEM, manifest
 from .kube import Cluster, ready
 from .operating import ENDPOINTS, GROUP, Managed, Operator, furnish, watching
 
@@ -82,6 +82,23 @@ def test_an_endpoint_becomes_complete_state_by_state(guided: Managed) -> None:
     assert seen.states == ["DeploymentPending", "DeploymentInProgress", "DeploymentComplete"]
     words = ("--for=condition=Ready", f"inferenceendpointconfig/{guided.name}", "--timeout=5s")
     assert "condition met" in guided.cluster.kubectl("wait", *words)
+
+
+def test_prefillers_go_on_with_the_next_router(guided: Managed) -> None:
+    """Those of LMCache keep a connection to the router."""
+    guided.cluster.wait_for("the endpoint", guided.complete, 90)
+    (before,) = guided.pods("router")
+    guided.cluster.kubectl("delete", "pod", "-n", SYSTEM, before["metadata"]["name"], "--wait=false")
+    guided.cluster.wait_for("another router", lambda: [*map(ready, guided.pods("router"))] == [True])
+    gone = f"/api/v1/namespaces/{SYSTEM}/pods/{before['metadata']['name']}"
+    guided.cluster.wait_for("the old one's end", lambda: guided.cluster.get(gone) is None, 60)
+    numbers = iter(range(1000))
+
+    def handed_over() -> bool:
+        reply = guided.ask(f"{next(numbers)} {LONG * 30}")
+        return reply.status_code == 200 and "prefill time" in "".join(guided.routed(reply))
+
+    guided.cluster.wait_for("a hand-off", handed_over, 30)
 
 
 def test_the_commands_of_hyperpods_guide_print_what_it_says(guided: Managed, tmp_path: Path) -> None:
