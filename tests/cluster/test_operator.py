@@ -169,7 +169,6 @@ def test_the_commands_of_hyperpods_guide_print_what_it_says(guided: Managed, tmp
     shell("kubectl delete inferenceendpointconfig ${DEPLOYMENT_NAME} -n ${NAMESPACE}")
     if os.environ.get(TRANSCRIPT):
         Path(os.environ[TRANSCRIPT]).write_text(shell.transcript(), "utf-8")
-    guided.cluster.wait_for("nothing left", lambda: not guided.left(), 90)
 
 
 URL, NUMBER = r"http://[0-9.]+:8081", r"[0-9.]+"
