@@ -15,6 +15,7 @@ from ..prompt.models import Model, byte_level
 from . import raising
 from .endpoint import LONG, SHORT
 from .kube import Cluster
+from .operating import Operator
 from .report import report
 
 KUBECONFIG = "TANDEM_TEST_KUBECONFIG"
@@ -23,7 +24,7 @@ NODE_LABELS = {
     "topology.kubernetes.io/zone": "zone-a",
     "node.kubernetes.io/instance-type": "ml.g6e.12xlarge",
 }
-GPUS = 8
+GPUS = 64
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -53,7 +54,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
-    """A cluster of two nodes in one zone, which say that they have 8 GPUs each, with the images that
+    """A cluster of two nodes in one zone, which say that they have GPUs, with the images that
     endpoints need: the real nginx and collector, the router, and simulated engines.
 
     TANDEM_TEST_KUBECONFIG names a cluster to take instead, which is there for tests: its nodes are labelled.
@@ -79,6 +80,7 @@ def _equip(cluster: Cluster) -> None:
     for name in ENGINE_IMAGES:
         cluster.image(name, "vllm", "serve")
     cluster.image(settings.router_image, "tandem")
+    cluster.image(settings.router_image.replace("/router:", "/operator:"), "tandem")
     cluster.image(settings.proxy_image, "nginx", "-g", "daemon off;")
     cluster.image(settings.collector_image, "/usr/local/tandem/kube/otelcol")
     labels = (f"{name}={value}" for name, value in NODE_LABELS.items())
@@ -93,6 +95,15 @@ def _equip(cluster: Cluster) -> None:
     cluster.apply(
         [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": settings.system_namespace}}]
     )
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Cluster) -> Operator:
+    """The operator as a pod, installed once, with the rights that its manifests give it."""
+    installed = Operator(cluster)
+    installed.install()
+    cluster.wait_for("the operator", lambda: installed.ready() and installed.leads(), 90)
+    return installed
 
 
 @pytest.fixture

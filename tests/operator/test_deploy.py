@@ -57,6 +57,13 @@ def test_the_definition_is_what_tandem_crd_prints() -> None:
     assert one("CustomResourceDefinition", NAME) == crd()
 
 
+def test_it_may_be_applied_over_what_the_operator_has_written() -> None:
+    """The conversion and the certificates are the operator's: an applied file that named them would fight."""
+    assert "conversion" not in one("CustomResourceDefinition", NAME)["spec"]
+    for webhook in one("ValidatingWebhookConfiguration", WEBHOOK)["webhooks"]:
+        assert "caBundle" not in webhook["clientConfig"]
+
+
 def test_no_right_has_a_star() -> None:
     for rule in rights():
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]

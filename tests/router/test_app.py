@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import SHORT, Start
+from .conftest import LONG, SHORT, Start
 
-PAGES = ("/health", "/ready", "/ping", "/metrics", "/v1/models")
+PAGES = ("/health", "/ready", "/ready/decode", "/ping", "/metrics", "/v1/models")
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
@@ -91,4 +91,17 @@ async def test_ready_says_what_is_missing(start: Start) -> None:
     answer = await endpoint.client.get("/ready")
     assert answer.status_code == 503
     assert decoder.url in answer.json()["reason"]
+    assert (await endpoint.client.get("/ready/decode")).json() == answer.json()
     assert (await endpoint.client.get("/health")).status_code == 200, "the router itself is well"
+
+
+async def test_requests_are_answered_before_hand_offs_are_proved(start: Start) -> None:
+    endpoint = await start()
+    (prefiller,) = endpoint.prefill
+    assert prefiller.server is not None
+    await prefiller.server.close()
+    await endpoint.post(LONG)
+    assert (await endpoint.client.get("/ready")).status_code == 503
+    answer = await endpoint.client.get("/ready/decode")
+    assert answer.status_code == 200
+    assert answer.json()["ready"] is True

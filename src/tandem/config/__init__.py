@@ -3,10 +3,11 @@
 from tandem.config.effects import without_effect
 from tandem.config.engines import EngineSpec, Subscription, engine_labels, engine_spec, engine_url
 from tandem.config.flags import add_router_arguments, flags_tables, router_argv, router_config
-from tandem.config.router import STRATEGIES, RouterConfig
+from tandem.config.router import DECODING_PATH, STRATEGIES, RouterConfig
 from tandem.config.values import dns_source, kubernetes_source
 
 __all__ = [
+    "DECODING_PATH",
     "STRATEGIES",
     "EngineSpec",
     "RouterConfig",

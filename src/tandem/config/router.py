@@ -33,6 +33,8 @@ from tandem.config.values import (
 
 STRATEGIES = ("prefixaware", "kvaware", "session", "roundrobin")
 CONNECTORS = ("nixl", "lmcache")
+DECODING_PATH = "/ready/decode"
+"""Where a router says whether requests are answered at all, by decoders alone where need be."""
 
 
 def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING) -> Any:

@@ -57,6 +57,7 @@ VALIDATING_WEBHOOK = Resource(
     "validatingwebhookconfigurations",
     namespaced=False,
 )
+CSI_DRIVER = Resource("storage.k8s.io", "v1", "CSIDriver", "csidrivers", namespaced=False)
 DEFINITION = Resource(
     "apiextensions.k8s.io",
     "v1",

@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tandem.config import RouterConfig, without_effect
+from tandem.config import DECODING_PATH, RouterConfig, without_effect
 from tandem.http import Client, Handler, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter
 from tandem.router.admin import Admin
@@ -75,6 +75,7 @@ class App:
         self._pages: dict[str, Callable[[Responder], None]] = {
             "/health": self._health,
             "/ready": self._ready,
+            DECODING_PATH: self._decoding,
             "/ping": self._ready,
             "/metrics": self._render_metrics,
             "/v1/models": self._models,
@@ -109,7 +110,13 @@ class App:
         responder.send(200, [_JSON], b'{"status":"ok"}')
 
     def _ready(self, responder: Responder) -> None:
-        why = "draining" if self.draining else self._unknown() or self.fleet.missing
+        self._say(responder, self.fleet.missing)
+
+    def _decoding(self, responder: Responder) -> None:
+        self._say(responder, self.fleet.unanswered)
+
+    def _say(self, responder: Responder, missing: str | None) -> None:
+        why = "draining" if self.draining else self._unknown() or missing
         status: dict[str, Any] = {"ready": why is None, "reason": why}
         if self._private:
             status["reason"] = why and why.partition(":")[0]

@@ -330,12 +330,19 @@ class Fleet:
     def missing(self) -> str | None:
         """Why the endpoint cannot serve as configured yet, or None when it can: an engine that answers, and,
         where prefillers are configured, a proved pair."""
+        if self.unanswered is not None:
+            return self.unanswered
+        if self.of(EngineRole.PREFILL) and not self._everybody.pairable:
+            return "no prefill engine is ready: " + self._whys(EngineRole.PREFILL)
+        return None
+
+    @property
+    def unanswered(self) -> str | None:
+        """Why no engine answers, or None where one does."""
         if not self._everybody.decoders:
             role = EngineRole.DECODE if self.of(EngineRole.DECODE) else EngineRole.BOTH
             kind = "decode engine" if role is EngineRole.DECODE or not self.of(role) else "engine"
             return f"no {kind} is ready: " + self._whys(role)
-        if self.of(EngineRole.PREFILL) and not self._everybody.pairable:
-            return "no prefill engine is ready: " + self._whys(EngineRole.PREFILL)
         return None
 
     @property

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from tandem.api.crd import schema_problems, spec_and_status
 from tandem.operator.control.events import transitions
-from tandem.operator.control.status import READY_MESSAGE, Outcome, Wanted, change, deleting, new_status
+from tandem.operator.control.status import (
+    READY_MESSAGE,
+    Outcome,
+    Wanted,
+    change,
+    deleting,
+    new_status,
+    pending,
+)
 
 Object = dict[str, Any]
 
@@ -40,7 +48,7 @@ def deployment(
         "metadata": {"name": name, "namespace": namespace, "generation": 1},
         "spec": {"replicas": desired, "selector": {"matchLabels": {"app": "x", "role": component}}},
         "status": {
-            "replicas": desired,
+            "replicas": more.get("total", max(desired, ready)),
             "readyReplicas": ready,
             "updatedReplicas": desired if updated is None else updated,
             "observedGeneration": more.get("observed", 1),
@@ -64,10 +72,13 @@ def status(
     pods: Sequence[Object] = (),
     outcome: Outcome = OUTCOME,
     warnings: Mapping[str, Sequence[Object]] | None = None,
+    applied: Mapping[Any, int] | None = None,
     now: datetime = NOW,
     paused: bool = False,
 ) -> Object:
-    made = new_status(ENDPOINT, before or {}, outcome, owned, pods, warnings or {}, paused=paused, now=now)
+    made = new_status(
+        ENDPOINT, before or {}, outcome, owned, pods, warnings or {}, applied=applied, paused=paused, now=now
+    )
     assert list(schema_problems(made, SCHEMA)) == []
     return made
 
@@ -171,6 +182,100 @@ def test_a_rollout_serves_and_is_in_progress() -> None:
     assert conditions(made)["PrefillReady"] == ("False", "RollingOut")
 
 
+def test_an_old_pod_counts_for_no_new_one() -> None:
+    """A router's newest pod comes before the old one leaves."""
+    rolling = deployment("router", 1, 1, updated=1, total=2)
+    made = status(*WHOLE[:2], rolling)
+    assert made["state"] == "DeploymentInProgress"
+    assert conditions(made)["RouterReady"] == ("False", "RollingOut")
+    assert conditions(made)["Ready"] == ("True", "RollingOut")
+    assert "router: pods of before are still there (1)" in made["conditions"][0]["message"]
+    assert status(*WHOLE[:2], rolling, before=status(*WHOLE))["state"] == "DeploymentInProgress"
+
+
+def test_what_was_applied_counts_before_a_watch_shows_it() -> None:
+    name = OUTCOME.wanted[0].deployment
+    assert status(*WHOLE, applied={name: 1})["state"] == "DeploymentComplete"
+    made = status(*WHOLE, applied={name: 2}, before=status(*WHOLE))
+    assert made["state"] == "DeploymentInProgress"
+    assert conditions(made)["PrefillReady"][0] == "False"
+
+
+def test_before_its_objects_are_made_an_endpoint_is_pending() -> None:
+    made = pending(ENDPOINT, NOW)
+    assert list(schema_problems(made, SCHEMA)) == []
+    assert (made["state"], made["observedGeneration"]) == ("DeploymentPending", 3)
+    assert conditions(made) == {"Ready": ("False", "Pending")}
+    assert [event.type for event in transitions((), made["conditions"])] == ["Normal"]
+
+
+def running(component: str, *, started: bool) -> Object:
+    made = pod(component, f"{component}-1", "")
+    container = {"name": component, "ready": False, "started": started, "state": {"running": {}}}
+    return made | {"status": {"containerStatuses": [container]}}
+
+
+def unhealthy(message: str) -> Object:
+    return {
+        "type": "Warning",
+        "reason": "Unhealthy",
+        "message": message,
+        "lastTimestamp": "2026-11-30T04:00:00Z",
+    }
+
+
+def test_an_engine_that_loads_is_not_ill() -> None:
+    loading = running("prefill", started=False)
+    warnings = {"prefill-1": [unhealthy("Startup probe failed: connection refused")]}
+    made = status(deployment("prefill", 1, 0), *WHOLE[1:], pods=[loading], warnings=warnings)
+    assert conditions(made)["PrefillReady"] == ("False", "Loading")
+    assert "prefill: 0 of 1 pods are ready: 1 still loading the model" in made["conditions"][0]["message"]
+    served = running("prefill", started=True)
+    warnings = {"prefill-1": [unhealthy("Readiness probe failed: statuscode 503")]}
+    made = status(deployment("prefill", 1, 0), *WHOLE[1:], pods=[served], warnings=warnings)
+    assert conditions(made)["PrefillReady"] == ("False", "Unhealthy")
+
+
+def test_a_router_without_engines_is_not_ill() -> None:
+    waits = running("router", started=True)
+    warnings = {"router-1": [unhealthy("Readiness probe failed: statuscode 503")]}
+    router = deployment("router", 1, 0)
+    first = status(
+        deployment("prefill", 1, 0), WHOLE[1], router, pods=[waits], warnings=warnings, before=status(*WHOLE)
+    )
+    assert conditions(first)["RouterReady"] == ("False", "Starting")
+    soon = status(*WHOLE[:2], router, pods=[waits], warnings=warnings, before=first)
+    assert conditions(soon)["RouterReady"] == ("False", "Starting")
+    later = status(*WHOLE[:2], router, pods=[waits], warnings=warnings, before=soon, now=LATER)
+    assert conditions(later)["RouterReady"] == ("False", "Unhealthy")
+
+
+def test_a_driver_that_nobody_installed_is_named_at_once() -> None:
+    lacking = OUTCOME.with_objects(refused=(), absent=(), no_driver=("s3.csi.aws.com",))
+    creating = pod("prefill", "prefill-x-1", "ContainerCreating")
+    made = status(deployment("prefill", 2, 0), *WHOLE[1:], pods=[creating], outcome=lacking)
+    assert conditions(made)["PrefillReady"] == ("False", "CsiDriverMissing")
+    assert "s3.csi.aws.com" in made["roles"]["prefill"]["trouble"]
+    none = [deployment(role, 1, 0) for role in ("prefill", "decode", "router")]
+    found = conditions(status(*none, outcome=lacking))
+    assert found["ModelSource"] == ("False", "CsiDriverMissing")
+    assert found["RouterReady"] == ("False", "Starting")
+    assert conditions(status(*WHOLE, outcome=lacking))["ModelSource"] == ("True", "Available")
+
+
+def test_a_secret_that_is_missing_is_no_failed_download() -> None:
+    for reason, said in (("CreateContainerConfigError", "CreateContainerConfigError"), ("", "Crash")):
+        waits = pod("prefill", "p", reason)
+        state: Object = {"waiting": {"reason": reason, "message": 'secret "hf-token-secret" not found'}}
+        if not reason:
+            state = {"terminated": {"exitCode": 1, "message": "401 Client Error"}}
+        container = {"name": "hf-model-downloader", "ready": False, "state": state}
+        waits["status"] = {"initContainerStatuses": [container]}
+        made = conditions(status(deployment("prefill", 1, 0), *WHOLE[1:], pods=[waits]))
+        assert made["PrefillReady"] == ("False", said)
+        assert made["ModelSource"] == ("False", reason or "HuggingFaceDownloadFailed")
+
+
 def test_a_role_scaled_to_nothing_lacks_nothing() -> None:
     made = status(deployment("prefill", 0, 0), *WHOLE[1:])
     assert made["state"] == "DeploymentComplete"
@@ -184,14 +289,16 @@ def test_mistakes_are_the_state_and_nothing_else_is_claimed() -> None:
 
 
 def test_objects_that_the_api_server_refuses_are_told() -> None:
-    refused = OUTCOME.with_objects(refused=("Service x: name taken",), absent=())
+    refused = OUTCOME.with_objects(refused=("Service x: name taken",), absent=(), no_driver=())
     made = status(*WHOLE, outcome=refused)
     assert made["state"] == "DeploymentFailed"
     assert conditions(made)["ObjectsApplied"] == ("False", "Refused")
 
 
 def test_autoscaling_without_keda_is_a_condition_and_no_failure() -> None:
-    made = status(*WHOLE, outcome=OUTCOME.with_objects(refused=(), absent=("scaledobjects.keda.sh",)))
+    made = status(
+        *WHOLE, outcome=OUTCOME.with_objects(refused=(), absent=("scaledobjects.keda.sh",), no_driver=())
+    )
     assert made["state"] == "DeploymentComplete"
     assert conditions(made)["Autoscaling"] == ("False", "KedaMissing")
 
@@ -244,7 +351,7 @@ def test_events_tell_what_has_changed_once() -> None:
     pods = [pod("prefill", "p", "ErrImagePull")]
     second = status(deployment("prefill", 2, 0), *WHOLE[1:], before=first, pods=pods)
     told = list(transitions(first["conditions"], second["conditions"]))
-    assert [(e.type, e.reason) for e in told] == [("Warning", "ErrImagePull")]
+    assert [(e.type, e.reason) for e in told] == [("Warning", "ImagePullBackOff")]
     third = status(*WHOLE, before=second)
     told = list(transitions(second["conditions"], third["conditions"]))
     assert {("Normal", "Deployed"), ("Normal", "Ready")} <= {(e.type, e.reason) for e in told}

@@ -178,6 +178,20 @@ def test_nothing_is_asked_where_the_pod_itself_tells_or_has_no_node() -> None:
     assert not needs_warnings(pod(node=None))
 
 
+def test_a_pull_that_fails_again_and_again_is_one_trouble() -> None:
+    cause = "rpc error: code = NotFound desc = failed to resolve reference"
+    tried = pod(containerStatuses=[waiting("ErrImagePull", cause)])
+    pause = f'Back-off pulling image "vllm/x": ErrImagePull: {cause}'
+    between = pod(containerStatuses=[waiting("ImagePullBackOff", pause)])
+    assert pod_trouble(tried) == pod_trouble(between)
+
+
+def test_nothing_is_asked_of_an_engine_that_loads() -> None:
+    loads = pod(containerStatuses=[container(state={"running": {}}, started=False)])
+    assert not needs_warnings(loads)
+    assert needs_warnings(pod(containerStatuses=[container(state={"running": {}}, started=True)]))
+
+
 def test_of_many_pods_the_most_frequent_cause_is_told() -> None:
     one, two, three = Trouble("OOMKilled", "m", "a"), Trouble("Crash", "m", "b"), Trouble("Crash", "m", "c")
     assert most_telling([three, one, two]) == two

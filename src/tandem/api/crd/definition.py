@@ -31,12 +31,14 @@ def crd(webhook: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The CustomResourceDefinition: v1, which is stored, and v1alpha1.
 
     `webhook` is the clientConfig (`url` or `service`, and `caBundle`) of a server that converts between the
-    versions as `tandem.api.conversion` does. Without one the API server only changes apiVersion: what
-    v1alpha1 does not have is then cut off when an object is read in it, and lost when that is written back.
+    versions as `tandem.api.conversion` does. Without one it says nothing of conversion, so that it can be
+    applied again over what the operator has written there; until it has, the API server only changes
+    apiVersion: what v1alpha1 does not have is then cut off when an object is read in it, and lost when that
+    is written back.
     """
-    conversion: dict[str, Any] = {"strategy": "None"}
+    conversion: dict[str, Any] = {}
     if webhook is not None:
-        conversion = {
+        conversion["conversion"] = {
             "strategy": "Webhook",
             "webhook": {"clientConfig": dict(webhook), "conversionReviewVersions": ["v1"]},
         }
@@ -54,7 +56,7 @@ def crd(webhook: Mapping[str, Any] | None = None) -> dict[str, Any]:
                 "singular": KIND.lower(),
                 "shortNames": [SHORT_NAME],
             },
-            "conversion": conversion,
+            **conversion,
             "versions": [_version(name) for name in VERSIONS],
         },
     }

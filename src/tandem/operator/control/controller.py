@@ -13,7 +13,7 @@ from tandem.operator import names
 from tandem.operator.control.desired import UID_ANNOTATION, Desired, desired
 from tandem.operator.control.events import Recorder, transitions
 from tandem.operator.control.owned import MANAGER, Owned, Refused
-from tandem.operator.control.status import Outcome, change, deleting, new_status
+from tandem.operator.control.status import Outcome, change, deleting, new_status, pending
 from tandem.operator.control.trouble import needs_warnings
 from tandem.operator.control.watches import ENDPOINT, OWNED, Watches, labels_of
 from tandem.operator.settings import Settings
@@ -44,8 +44,9 @@ class Controller:
         self._recorder = Recorder(client)
         self._owned = Owned(client, watches.owned)
         self._desired: dict[Key, tuple[object, Desired]] = {}
-        self._told: dict[Key, tuple[str, Object]] = {}
-        """The status last written, and the version of the endpoint that it was written on."""
+        self._told: dict[Key, tuple[list[str], Object]] = {}
+        """The status last written, and the versions of the endpoint that it was not in yet; the last of them
+        is the one with it."""
         watches.gone.append(self._owned.gone)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -66,10 +67,12 @@ class Controller:
             await self._delete(found)
             return None
         if FINALIZER not in metadata.get("finalizers", ()):
-            await self._finalizers(found, drop=False)
+            found = await self._finalizers(found, drop=False) or found
         made = self._made(key, found)
         outcome = made.outcome
         if made.objects and not extensions.paused:
+            if "state" not in self._status(found):
+                await self._tell(found, pending(found, self._now()))
             outcome = await self._make(key, made)
         return await self._report(found, outcome, paused=extensions.paused)
 
@@ -79,9 +82,9 @@ class Controller:
 
     def _status(self, found: Object) -> Object:
         """As last told, also where the watch does not show it yet."""
-        version, told = self._told.get(key_of(found), ("", {}))
+        versions, told = self._told.get(key_of(found), ([], {}))
         current: Object = found.get("status") or {}
-        return told if version == found["metadata"]["resourceVersion"] else current
+        return told if found["metadata"]["resourceVersion"] in versions[:-1] else current
 
     def _made(self, key: Key, found: Object) -> Desired:
         """Rendered again only where the endpoint has changed."""
@@ -112,7 +115,11 @@ class Controller:
             for there in self._watches.owned_by(key)
             if _is_made(there) and (resource_of(there), key_of(there)) not in wanted
         )
-        return made.outcome.with_objects(refused=tuple(refused), absent=tuple(sorted(absent)))
+        return made.outcome.with_objects(
+            refused=tuple(refused),
+            absent=tuple(sorted(absent)),
+            no_driver=tuple(name for name in made.drivers if not self._watches.has_driver(name)),
+        )
 
     async def _delete(self, found: Object) -> None:
         """What lies in the endpoint's namespace would go with it; what lies elsewhere would not. Each object
@@ -134,7 +141,8 @@ class Controller:
         if FINALIZER in found["metadata"].get("finalizers", ()):
             await self._finalizers(found, drop=True)
 
-    async def _finalizers(self, found: Object, *, drop: bool) -> None:
+    async def _finalizers(self, found: Object, *, drop: bool) -> Object | None:
+        """As it is then; None where it is gone."""
         metadata = found["metadata"]
         kept = [name for name in metadata.get("finalizers", ()) if name != FINALIZER]
         finalizers = kept if drop else [*kept, FINALIZER]
@@ -142,10 +150,11 @@ class Controller:
         patch = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": finalizers}}
         namespace, name = key_of(found)
         try:
-            await self._client.patch(ENDPOINT, name, namespace, patch, manager=MANAGER)
+            return await self._client.patch(ENDPOINT, name, namespace, patch, manager=MANAGER)
         except ApiError as error:
             if not error.missing:
                 raise
+            return None
 
     async def _remove(self, objects: Iterable[Object]) -> None:
         for there in list(objects):
@@ -157,7 +166,11 @@ class Controller:
         silent = sorted((pod for pod in pods if needs_warnings(pod)), key=lambda pod: key_of(pod))
         warnings = await self._warnings(silent)
         before = self._status(found)
-        status = new_status(found, before, outcome, owned, pods, warnings, paused=paused, now=self._now())
+        deployments = [wanted.deployment for wanted in outcome.wanted]
+        applied = {key: self._owned.generation(kinds.DEPLOYMENT, key) for key in deployments}
+        status = new_status(
+            found, before, outcome, owned, pods, warnings, applied=applied, paused=paused, now=self._now()
+        )
         await self._tell(found, status)
         return LOOK_AGAIN_SECONDS if silent else None
 
@@ -180,14 +193,17 @@ class Controller:
             return
         namespace, name = key_of(found)
         try:
-            await self._client.patch(
+            written = await self._client.patch(
                 ENDPOINT, name, namespace, {"status": patch}, manager=MANAGER, subresource="status"
             )
         except ApiError as error:
             if error.missing:
                 return
             raise
-        self._told[key_of(found)] = found["metadata"]["resourceVersion"], status
+        version = found["metadata"]["resourceVersion"]
+        versions, _ = self._told.get(key_of(found), ([], {}))
+        known = versions if version in versions else [version]
+        self._told[key_of(found)] = [*known, written["metadata"]["resourceVersion"]], status
         for event in transitions(before.get("conditions") or (), status["conditions"]):
             await self._recorder.tell(found, event, self._now())
 

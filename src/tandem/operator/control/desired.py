@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.api import read_endpoint
@@ -22,6 +23,8 @@ class Desired:
     outcome: Outcome
     objects: tuple[Object, ...] = ()
     """Empty where nothing can be made of the resource: what is there then stays as it is."""
+    drivers: tuple[str, ...] = ()
+    """CSI drivers that their volumes need."""
 
 
 def desired(found: Object, settings: Settings) -> Desired:
@@ -44,7 +47,16 @@ def desired(found: Object, settings: Settings) -> Desired:
         transfer=_transfer(made),
         metrics=_metrics(made),
     )
-    return Desired(outcome, tuple(_with_owner(o, found) for o in rendering.objects))
+    objects = tuple(_with_owner(o, found) for o in rendering.objects)
+    return Desired(outcome, objects, tuple(sorted(_drivers(objects))))
+
+
+def _drivers(objects: Iterable[Object]) -> set[str]:
+    """Of persistent volumes, and of volumes that pods bring themselves."""
+    volumes = [o["spec"] for o in objects if o["kind"] == "PersistentVolume"]
+    pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment"]
+    volumes += [volume for pod in pods for volume in pod.get("volumes", ())]
+    return {volume["csi"]["driver"] for volume in volumes if "csi" in volume}
 
 
 def _wanted(made: Plan) -> tuple[Wanted, ...]:

@@ -16,6 +16,9 @@ from tandem.operator.texts import shortened, stamp
 _LONGEST = 1024
 """Characters of a message that the API takes."""
 
+_USUAL = ("Deploying", "Loading", "Pending", "RollingOut", "Starting")
+"""Reasons of conditions that do not hold yet, without anything being wrong."""
+
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +40,7 @@ def transitions(before: Iterable[Object], after: Iterable[Object]) -> Iterator[E
     for found in after:
         if old.get(found["type"]) == (found["status"], found["reason"]) or found["status"] == "Unknown":
             continue
-        usual = found["status"] == "True" or found["reason"] in ("Starting", "Deploying", "RollingOut")
+        usual = found["status"] == "True" or found["reason"] in _USUAL
         yield Event("Normal" if usual else "Warning", found["reason"], f"{found['type']}: {found['message']}")
 
 

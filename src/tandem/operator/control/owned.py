@@ -58,6 +58,8 @@ class _Applied:
     """The version that the watch had shown until then; None: nothing."""
     at: float
     """When, by the clock."""
+    generation: int
+    """Of the object then."""
 
 
 class Owned:
@@ -105,10 +107,18 @@ class Owned:
                 raise Refused(desired, error.message) from error
             raise
         version = None if live is None else live["metadata"]["resourceVersion"]
-        self._applied[resource, key] = _Applied(wanted, _digest(_settled(made)), version, self._clock())
+        generation = made["metadata"].get("generation", 0)
+        self._applied[resource, key] = _Applied(
+            wanted, _digest(_settled(made)), version, self._clock(), generation
+        )
         if live is None or made["metadata"]["resourceVersion"] != version:
             log.info("applied %s %s", desired["kind"], "/".join(filter(None, key)))
         return True
+
+    def generation(self, resource: Resource, key: Key) -> int:
+        """Of an object as it was last applied; the watch may show an older one. 0: it was not."""
+        last = self._applied.get((resource, key))
+        return last.generation if last is not None else 0
 
     async def remove(self, found: Object) -> None:
         """This object, not a later one of its name."""

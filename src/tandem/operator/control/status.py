@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from tandem.kube import Key, Object, key_of
 from tandem.operator import names
-from tandem.operator.control.trouble import Trouble, condition, most_telling, pod_trouble
+from tandem.operator.control.trouble import Trouble, condition, is_loading, most_telling, pod_trouble
 from tandem.operator.texts import shortened, stamp
 
 READY_MESSAGE = "DPD prefill and decode deployments are ready"
@@ -20,6 +20,8 @@ PENDING, IN_PROGRESS, FAILED, COMPLETE = (
 )
 DELETING = "DeletionInProgress"
 
+_PROVED_SECONDS = 30
+"""So long after its engines are ready a router should be, too."""
 _LONGEST_MESSAGE = 32_768
 _DEPLOYMENT_FIELDS = (
     "availableReplicas",
@@ -59,9 +61,13 @@ class Outcome:
     """Objects that the API server will not have, and why."""
     absent: tuple[str, ...] = ()
     """Definitions of kinds that the endpoint needs and the cluster does not have."""
+    no_driver: tuple[str, ...] = ()
+    """CSI drivers that its volumes need and the cluster does not have."""
 
-    def with_objects(self, *, refused: tuple[str, ...], absent: tuple[str, ...]) -> Outcome:
-        return replace(self, refused=refused, absent=absent)
+    def with_objects(
+        self, *, refused: tuple[str, ...], absent: tuple[str, ...], no_driver: tuple[str, ...]
+    ) -> Outcome:
+        return replace(self, refused=refused, absent=absent, no_driver=no_driver)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Role:
     desired: int
     ready: int
     updated: int
+    total: int
+    """Pods of all revisions, without those that are ending."""
     observed: bool
     """The Deployment is there, and its controller has seen its newest form."""
     stuck: bool
@@ -77,10 +85,18 @@ class Role:
     trouble: Trouble | None
     blocked: str | None
     """Why pods cannot even be created."""
+    loading: int = 0
+    """Pods whose engine runs and does not answer yet."""
 
     @property
     def whole(self) -> bool:
-        return self.observed and self.ready >= self.desired and self.updated >= self.desired
+        """Pods are as they should be, and there are no others: an old one that is ready counts for none that
+        is not."""
+        return self.observed and self.ready >= self.desired and self.rolled
+
+    @property
+    def rolled(self) -> bool:
+        return self.updated >= self.desired and self.total <= self.updated
 
     @property
     def serving(self) -> bool:
@@ -88,7 +104,9 @@ class Role:
 
     @property
     def cause(self) -> str:
-        return self.blocked or (str(self.trouble) if self.trouble else "")
+        if self.blocked or self.trouble:
+            return self.blocked or str(self.trouble)
+        return f"{self.loading} still loading the model" if self.loading else ""
 
 
 def new_status(
@@ -99,22 +117,28 @@ def new_status(
     pods: Sequence[Object],
     warnings: Mapping[str, Sequence[Object]],
     *,
+    applied: Mapping[Key, int] | None = None,
     paused: bool,
     now: datetime,
 ) -> Object:
-    """`found` is the endpoint, `before` its status until now, `warnings` Events about pods by the pods' UIDs.
+    """`found` is the endpoint, `before` its status until now, `warnings` Events about pods by the pods' UIDs,
+    `applied` the generations of the Deployments that were applied last: those in `owned` may be older.
 
     What has not changed keeps its time, so that the status of an endpoint at rest is always the same.
     """
     deployments = {key_of(o): o for o in owned if o["kind"] == "Deployment"}
-    roles = [_role(w, deployments.get(w.deployment), pods, warnings) for w in outcome.wanted]
+    roles = [
+        _role(w, deployments.get(w.deployment), (applied or {}).get(w.deployment, 0), pods, warnings)
+        for w in outcome.wanted
+    ]
+    roles = _told_apart(roles, outcome, before, now)
     generation = found["metadata"].get("generation", 0)
     state = _state(outcome, roles, before, generation)
     conditions = [
         _ready(outcome, roles, state),
         *(_role_ready(role) for role in roles),
         _validated(outcome),
-        *_model_source(roles),
+        *_model_source(roles, outcome),
         *_others(outcome, paused),
     ]
     made: Object = {
@@ -135,6 +159,17 @@ def new_status(
         made["selector"] = ",".join(f"{name}={value}" for name, value in sorted(selector.items()))
         made["deploymentStatus"] = _deployment_status(main, state, conditions[0], before, now)
     return made
+
+
+def pending(found: Object, now: datetime) -> Object:
+    """Of an endpoint that nothing has been made of yet."""
+    generation = found["metadata"].get("generation", 0)
+    ready = _condition("Ready", False, "Pending", "the endpoint's objects are being made")
+    return {
+        "state": PENDING,
+        "observedGeneration": generation,
+        "conditions": _timed([ready], (), generation, now),
+    }
 
 
 def deleting(found: Object, before: Object, left: int, now: datetime) -> Object:
@@ -163,11 +198,12 @@ def change(before: Object, after: Object) -> Object:
 def _role(
     wanted: Wanted,
     deployment: Object | None,
+    applied: int,
     pods: Sequence[Object],
     warnings: Mapping[str, Sequence[Object]],
 ) -> Role:
     if deployment is None:
-        return Role(wanted.component, 1, 0, 0, False, False, None, None)
+        return Role(wanted.component, 1, 0, 0, 0, False, False, None, None)
     status = deployment.get("status", {})
     mine = [p for p in pods if p["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == wanted.component]
     troubles = (pod_trouble(pod, warnings.get(pod["metadata"]["uid"], ())) for pod in mine)
@@ -179,11 +215,48 @@ def _role(
         desired=deployment["spec"].get("replicas", 1),
         ready=status.get("readyReplicas", 0),
         updated=status.get("updatedReplicas", 0),
-        observed=status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0),
+        total=status.get("replicas", 0),
+        observed=status.get("observedGeneration", 0)
+        >= max(applied, deployment["metadata"].get("generation", 0)),
         stuck=late,
         trouble=most_telling(trouble for trouble in troubles if trouble),
         blocked=blocked,
+        loading=sum(map(is_loading, mine)) if wanted.component != "router" else 0,
     )
+
+
+def _told_apart(roles: Sequence[Role], outcome: Outcome, before: Object, now: datetime) -> list[Role]:
+    """A cause that is another's: a router is not ready as long as its engines are not; pods wait without a
+    word for a driver that nobody has installed."""
+    return [
+        _waiting_for_engines(role, before, now)
+        if role.component == "router"
+        else _without_driver(role, outcome)
+        for role in roles
+    ]
+
+
+def _waiting_for_engines(router: Role, before: Object, now: datetime) -> Role:
+    if router.trouble is None or router.trouble.reason != "Unhealthy":
+        return router
+    of_engines = [f"{component}Ready" for component in ("Prefill", "Decode", "Worker")]
+    long_ago = stamp(now - timedelta(seconds=_PROVED_SECONDS))
+    known = [c for c in before.get("conditions") or () if c["type"] in of_engines]
+    long_ready = known and all(c["status"] == "True" and c["lastTransitionTime"] <= long_ago for c in known)
+    return router if long_ready else replace(router, trouble=None)
+
+
+def _without_driver(role: Role, outcome: Outcome) -> Role:
+    silent = role.trouble is None or role.trouble.reason in _SOURCE
+    if not outcome.no_driver or role.ready or not role.total or role.loading or not silent:
+        return role
+    pod = role.trouble.pod if role.trouble else None
+    return replace(role, trouble=Trouble(_NO_DRIVER, _drivers(outcome), pod))
+
+
+def _drivers(outcome: Outcome) -> str:
+    drivers = " and ".join(outcome.no_driver)
+    return f"the cluster has no CSI driver {drivers} (no CSIDriver of that name): install it"
 
 
 def _state(outcome: Outcome, roles: Sequence[Role], before: Object, generation: int) -> str:
@@ -197,7 +270,7 @@ def _state(outcome: Outcome, roles: Sequence[Role], before: Object, generation: 
         return FAILED
     # A pod that goes and comes back is no new deployment.
     done = before.get("state") == COMPLETE and before.get("observedGeneration") == generation
-    if done and all(role.serving and role.updated >= role.desired for role in roles):
+    if done and all(role.serving and role.observed and role.rolled for role in roles):
         return COMPLETE
     return IN_PROGRESS
 
@@ -214,7 +287,7 @@ def _ready(outcome: Outcome, roles: Sequence[Role], state: str) -> Object:
         return _condition("Ready", True, "Deployed", message)
     message = "; ".join(map(_shortage, short))
     if all(role.serving for role in roles):
-        reason = "RollingOut" if any(role.updated < role.desired for role in short) else "PodsMissing"
+        reason = "PodsMissing" if all(role.rolled for role in short) else "RollingOut"
         return _condition("Ready", True, reason, f"the endpoint serves; {message}")
     reason = "DeploymentFailed" if state == FAILED else "Deploying"
     return _condition("Ready", False, reason, message)
@@ -230,6 +303,8 @@ def _role_ready(role: Role) -> Object:
         reason = role.trouble.reason
     elif role.ready >= role.desired:
         reason = "RollingOut"
+    elif role.loading:
+        reason = "Loading"
     else:
         reason = "Starting"
     return _condition(name, False, reason, _shortage(role))
@@ -238,8 +313,10 @@ def _role_ready(role: Role) -> Object:
 def _shortage(role: Role) -> str:
     if not role.observed:
         return f"{role.component}: the deployment is being made"
-    if role.ready >= role.desired:
+    if role.ready >= role.desired and role.updated < role.desired:
         text = f"{role.component}: {role.updated} of {role.desired} pods are of the newest revision"
+    elif role.ready >= role.desired:
+        text = f"{role.component}: pods of before are still there ({role.total - role.updated})"
     else:
         text = f"{role.component}: {role.ready} of {role.desired} pods are ready"
     return f"{text}: {role.cause}" if role.cause else text
@@ -254,12 +331,17 @@ def _validated(outcome: Outcome) -> Object:
 
 
 _SOURCE = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "ProvisioningFailed")
+_NO_DRIVER = "CsiDriverMissing"
+_CRASHES = ("Crash", "CrashLoop")
 
 
-def _model_source(roles: Sequence[Role]) -> Iterable[Object]:
+def _model_source(roles: Sequence[Role], outcome: Outcome) -> Iterable[Object]:
     """Whether model pods get at their weights."""
     workers = [role for role in roles if role.component != "router"]
     if not workers:
+        return
+    if outcome.no_driver and not any(role.ready for role in workers):
+        yield _condition("ModelSource", False, _NO_DRIVER, _drivers(outcome))
         return
     for role in workers:
         trouble = role.trouble
@@ -269,9 +351,8 @@ def _model_source(roles: Sequence[Role]) -> Iterable[Object]:
             or names.COPY_CONTAINER in trouble.message
             or "persistentvolumeclaim" in trouble.message
         ):
-            reason = (
-                "HuggingFaceDownloadFailed" if names.DOWNLOAD_CONTAINER in trouble.message else trouble.reason
-            )
+            failed = names.DOWNLOAD_CONTAINER in trouble.message and trouble.reason in _CRASHES
+            reason = "HuggingFaceDownloadFailed" if failed else trouble.reason
             yield _condition("ModelSource", False, reason, str(trouble))
             return
     if any(role.ready for role in workers):

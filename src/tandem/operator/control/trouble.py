@@ -14,6 +14,9 @@ LONGEST_TEXT = 600
 """Characters of a message that are kept."""
 
 _STARTING = ("ContainerCreating", "PodInitializing")
+_PULLING = ("ErrImagePull", "ImagePullBackOff")
+"""A kubelet says the one after a try and the other between two: it is the same trouble."""
+_BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*": ErrImagePull: ')
 _LOUD = re.compile(
     r"error|exception|fatal|cannot|failed|refused|denied|no space|not found|killed", re.IGNORECASE
 )
@@ -29,10 +32,11 @@ class Trouble:
     reason: str
     """One word, as Kubernetes has it: ImagePullBackOff, OOMKilled, Unschedulable, NodeNotReady …"""
     message: str
-    pod: str
+    pod: str | None
+    """None: it is not one pod's."""
 
     def __str__(self) -> str:
-        return f"{self.reason}: {self.message} (pod {self.pod})"
+        return f"{self.reason}: {self.message}" + (f" (pod {self.pod})" if self.pod else "")
 
 
 def pod_trouble(pod: Object, warnings: Sequence[Object] = ()) -> Trouble | None:
@@ -46,7 +50,7 @@ def pod_trouble(pod: Object, warnings: Sequence[Object] = ()) -> Trouble | None:
         or _lost(pod, status)
         or _evicted(status)
         or next(_containers(status), None)
-        or _warned(warnings)
+        or (None if is_loading(pod) else _warned(warnings))
     )
     return Trouble(*found, pod["metadata"]["name"]) if found else None
 
@@ -56,7 +60,17 @@ def needs_warnings(pod: Object) -> bool:
     not made, or its probes fail."""
     if is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
         return False
-    return bool(pod.get("spec", {}).get("nodeName")) and pod_trouble(pod) is None
+    placed = bool(pod.get("spec", {}).get("nodeName"))
+    return placed and not is_loading(pod) and pod_trouble(pod) is None
+
+
+def is_loading(pod: Object) -> bool:
+    """Whether a container runs and has not passed its startup probe: an engine that loads its model. That it
+    does not answer yet is no trouble."""
+    if is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
+        return False
+    containers = pod.get("status", {}).get("containerStatuses") or ()
+    return any("running" in c.get("state", {}) and c.get("started") is False for c in containers)
 
 
 def is_ready(pod: Object) -> bool:
@@ -71,7 +85,7 @@ def condition(found: Object, kind: str) -> dict[str, Any]:
 
 def most_telling(troubles: Iterable[Trouble]) -> Trouble | None:
     """That which most pods have; of equals the first by name, so that status does not go to and fro."""
-    ordered = sorted(troubles, key=lambda trouble: trouble.pod)
+    ordered = sorted(troubles, key=lambda trouble: trouble.pod or "")
     counts: dict[str, int] = {}
     for trouble in ordered:
         counts[trouble.reason] = counts.get(trouble.reason, 0) + 1
@@ -123,6 +137,9 @@ def _container(found: Object) -> _Found | None:
     reason = waiting.get("reason") or ""
     if ended and (ended.get("exitCode") or ended.get("signal")) and not found.get("ready"):
         return _crash(name, ended, found.get("restartCount", 0))
+    if reason in _PULLING:
+        cause = _BACK_OFF.sub("", waiting.get("message") or "its image cannot be pulled")
+        return "ImagePullBackOff", f"container {name}: {_short(cause)}"
     if reason and reason not in _STARTING:
         return reason, f"container {name}: {_short(waiting.get('message') or 'does not start')}"
     return None

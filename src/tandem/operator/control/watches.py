@@ -56,17 +56,22 @@ class Watches:
             for resource in OWNED
         }
         self.pods = Reflector(client, kinds.POD, self._pod, labels=names.COMPONENT_LABEL)
+        self.drivers = Reflector(client, kinds.CSI_DRIVER, self._driver, metadata_only=True)
         self.definitions = Reflector(client, kinds.DEFINITION, self._definition, metadata_only=True)
 
     @property
     def always(self) -> list[Reflector]:
         """Those of kinds that every cluster has."""
         owned = [reflector for resource, reflector in self.owned.items() if resource not in OPTIONAL]
-        return [self.definitions, self.endpoints, *owned, self.pods]
+        return [self.definitions, self.drivers, self.endpoints, *owned, self.pods]
 
     def served(self, resource: Resource) -> bool:
         """Whether the cluster has this kind, if it is an optional one."""
         return resource not in OPTIONAL or ("", resource.definition) in self.definitions
+
+    def has_driver(self, name: str) -> bool:
+        """Whether the cluster has a CSI driver."""
+        return ("", name) in self.drivers
 
     def owned_by(self, key: Key) -> list[Object]:
         """Objects of the endpoint, in all namespaces."""
@@ -136,6 +141,11 @@ class Watches:
                 if not index.get(labels):
                     index.pop(labels, None)
             self._changed(self._by_labels.get(labels, labels))
+
+    def _driver(self, before: Object | None, after: Object | None) -> None:
+        if before is None or after is None:
+            for key in list(self.endpoints):
+                self._changed(key)
 
     def _definition(self, before: Object | None, after: Object | None) -> None:
         """Kinds of other projects come and go with their definitions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.config import router_argv
+from tandem.config import DECODING_PATH, router_argv
 from tandem.operator import names, sizes
 from tandem.operator.objects import config_maps
 from tandem.operator.objects.common import (
@@ -78,6 +78,14 @@ def _strategy(plan: Plan) -> Object:
     return {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
 
 
+def _readiness(plan: Plan) -> Object:
+    """With LMCache prefillers have to reach the router before it can prove that one of them works; and it has
+    to be known to leave well before it is gone (see `notify_service`)."""
+    if not plan.lmcache_pd:
+        return http_probe("/ready", names.ROUTER_PORT, periodSeconds=5, timeoutSeconds=5)
+    return http_probe(DECODING_PATH, names.ROUTER_PORT, periodSeconds=5, timeoutSeconds=5, failureThreshold=2)
+
+
 def _router(plan: Plan) -> Object:
     ports = [{"name": "http", "containerPort": names.ROUTER_PORT}]
     if plan.lmcache_pd:
@@ -89,7 +97,7 @@ def _router(plan: Plan) -> Object:
         "args": router_argv(router_config(plan)),
         "ports": ports,
         "startupProbe": http_probe("/health", names.ROUTER_PORT, periodSeconds=2, failureThreshold=60),
-        "readinessProbe": http_probe("/ready", names.ROUTER_PORT, periodSeconds=5, timeoutSeconds=5),
+        "readinessProbe": _readiness(plan),
         "livenessProbe": http_probe(
             "/health", names.ROUTER_PORT, periodSeconds=15, timeoutSeconds=5, failureThreshold=4
         ),

@@ -39,13 +39,16 @@ def routing_service(plan: Plan) -> Object:
 
 
 def notify_service(plan: Plan) -> Object:
-    """Where prefillers send LMCache's notifications. A router that is not ready needs them too: what it is
-    told while it starts would else wait and come late."""
+    """Where prefillers send LMCache's notifications: the router from when a decoder answers until it leaves.
+
+    An address that is still published when its pod is gone would hold prefillers up: they connect to it
+    within the second in which the old router ends, nobody answers, and TCP goes on trying there for two
+    minutes, whatever the service leads to by then. Where it leads nowhere they are refused at once, and try
+    again until the next router is there."""
     made = head(plan, "v1", "Service", plan.names.notify_service, "router", system=True)
     return made | {
         "spec": {
             "type": "ClusterIP",
-            "publishNotReadyAddresses": True,
             "selector": plan.names.router_selector(),
             "ports": [{"name": "notify", "port": names.NOTIFY_PORT, "targetPort": "notify"}],
         }
