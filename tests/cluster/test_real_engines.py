@@ -19,6 +19,7 @@ from tandem.bench.proof import long_prompt
 from tandem.bench.scrape import EngineCounters, read_counters
 from tandem.local import paths
 from tandem.local.builtin import builtin_model
+from tandem.operator.control.transport import transports
 
 from .endpoint import Endpoint, address, applied, manifest
 from .kube import Cluster, Object
@@ -45,6 +46,13 @@ def real(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     made = applied(cluster, resource, None, tmp_path_factory.mktemp("endpoint"), seconds=START_SECONDS)
     with made as endpoint:
         yield endpoint
+
+
+def test_the_decoders_log_tells_over_what_the_kv_came(real: Endpoint) -> None:
+    """As soon as the router uses the pair: it has sent KV across by then."""
+    (decoder,) = real.pods("decode")
+    (told,) = transports(real.log(decoder, "decode-real"), "read")
+    assert told.startswith("TCP (tcp/")
 
 
 def test_long_prompts_cross_two_nodes_and_short_ones_stay_on_the_decoder(real: Endpoint) -> None:
