@@ -141,16 +141,20 @@ class Endpoint:
 
 
 @contextmanager
-def applied(cluster: Cluster, resource: Object, model: Path, folder: Path) -> Iterator[Endpoint]:
-    """An endpoint in use, in a namespace made for it; the config map `tiny` there has the model's files.
+def applied(
+    cluster: Cluster, resource: Object, model: Path | None, folder: Path, *, seconds: float = 90
+) -> Iterator[Endpoint]:
+    """An endpoint in use after so many seconds, in a namespace made for it; with a `model` the config map
+    `tiny` there has its files.
 
     After the block it is deleted, without waiting for its pods. `folder` is for the manifest."""
     endpoint = Endpoint(cluster, resource)
     cluster.kubectl("create", "namespace", endpoint.namespace)
-    cluster.kubectl("create", "configmap", "tiny", "-n", endpoint.namespace, f"--from-file={model}")
+    if model is not None:
+        cluster.kubectl("create", "configmap", "tiny", "-n", endpoint.namespace, f"--from-file={model}")
     endpoint.apply(folder)
     try:
-        endpoint.wait_until_in_use()
+        endpoint.wait_until_in_use(seconds)
         yield endpoint
     finally:
         endpoint.delete("--wait=false", "--ignore-not-found")

@@ -325,6 +325,24 @@ async def test_a_refusal_has_the_servers_words(answer: httpx2.Response, reason: 
     assert caught.value.final is (reason == "Forbidden")
 
 
+async def test_a_log_is_text_of_any_bytes() -> None:
+    client = answering(httpx2.Response(200, content=b"a line\n\xff"))
+    assert await client.log("a", "ns", "engine", most_bytes=10) == "a line\n\ufffd"
+
+
+async def test_a_pod_that_is_on_no_node_has_no_log(client: Client, namespace: str) -> None:
+    made: Object = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "a", "namespace": namespace},
+        "spec": {"containers": [{"name": "engine", "image": "x"}]},
+    }
+    await client.create(made, POD, manager=ME)
+    assert await client.log("a", namespace, "engine", most_bytes=10) == ""
+    with pytest.raises(ApiError, match="other"):
+        await client.log("a", namespace, "other", most_bytes=10)
+
+
 async def test_a_configuration_that_names_no_cluster_is_told(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("apiVersion: v1\nkind: Config\n")
     (tmp_path / "text").write_text("a text")

@@ -85,6 +85,17 @@ def test_of_endpoints_only_metadata_and_status_may_be_written() -> None:
     assert may(ENDPOINT, "patch")
 
 
+def test_logs_may_be_read_and_nothing_run_in_pods() -> None:
+    of_pods = {
+        (what, verb)
+        for rule in rights()
+        for what in rule["resources"]
+        for verb in rule["verbs"]
+        if what.startswith("pods/")
+    }
+    assert of_pods == {("pods/log", "get")}
+
+
 @pytest.mark.parametrize(
     ("resource", "name"),
     [

@@ -86,6 +86,55 @@ def test_a_transfer_configuration_of_its_own_is_replaced_and_told(vllm_parse: Pa
     assert any("--kv-transfer-config of the decode engines: replaced" in note for note in made.notes)
 
 
+CPU_NIXL = (
+    '{"kv_connector":"CpuNixlConnector","kv_buffer_device":"cpu","kv_role":"kv_both","engine_id":"x",'
+    '"kv_connector_extra_config":{"num_threads":1,"kv_lease_duration":5,"backends":["GDS"]}}'
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--kv-transfer-config", CPU_NIXL],
+        [
+            *("--kv-transfer-config.kv_connector", "CpuNixlConnector"),
+            *("--kv-transfer-config.kv_buffer_device", "cpu"),
+            *("--kv-transfer-config.kv_connector_extra_config", '{"num_threads":1}'),
+        ],
+    ],
+)
+def test_of_a_transfer_configuration_for_nixl_an_engines_own_settings_stay(
+    vllm_parse: Parse, given: list[str]
+) -> None:
+    made = rendered("dpd-huggingface", {"spec.worker.args": ["--model", "/opt/ml/model", *given]})
+    for role, kv_role in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
+        config = vllm_parse(engine(made, role)["args"]).kv_transfer_config
+        assert (config.kv_connector, config.kv_buffer_device) == ("CpuNixlConnector", "cpu")
+        assert (config.kv_role, config.engine_id == "x") == (kv_role, False)
+        extra = config.kv_connector_extra_config
+        assert extra == {"num_threads": 1, "kv_lease_duration": 30, "backends": ["LIBFABRIC"]}
+    assert any(
+        "decode engines: replaced" in note and "keeps kv_connector, kv_buffer_device" in note
+        for note in made.notes
+    )
+
+
+@pytest.mark.parametrize(
+    "given", ['{"kv_connector":"MooncakeConnector","kv_connector_extra_config":{"num_threads":1}}', "{}"]
+)
+def test_settings_for_another_connector_do_not_stay(vllm_parse: Parse, given: str) -> None:
+    args = ["--model", "/opt/ml/model", "--kv-transfer-config", given]
+    made = rendered("dpd-huggingface", {"spec.worker.args": args})
+    config = vllm_parse(engine(made, Role.DECODE)["args"]).kv_transfer_config
+    assert "num_threads" not in config.kv_connector_extra_config
+
+
+def test_a_transfer_configuration_that_cannot_be_read_is_an_error() -> None:
+    args = ["--model", "/opt/ml/model", "--kv-transfer-config", "[1]"]
+    with pytest.raises(RenderError, match="--kv-transfer-config"):
+        rendered("dpd-huggingface", {"spec.worker.args": args})
+
+
 def test_references_are_left_for_kubernetes_to_fill_in() -> None:
     made = rendered(
         "dpd-s3",
@@ -157,8 +206,14 @@ def test_without_efa_it_is_ucx_and_the_notes_say_so(vllm_parse: Parse) -> None:
     assert any(note.startswith("EFA: no interfaces") for note in made.notes)
 
 
-@pytest.mark.parametrize(("count", "backend"), [("4", "LIBFABRIC"), ("0", "UCX")])
-def test_what_the_roles_resources_say_of_efa_counts(vllm_parse: Parse, count: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "backend", "told"),
+    [("4", "LIBFABRIC", {"NIXL_LOG_LEVEL"}), ("0", "UCX", {"UCX_PROTO_INFO"})],
+)
+def test_what_the_roles_resources_say_of_efa_counts(
+    vllm_parse: Parse, count: str, backend: str, told: set[str]
+) -> None:
+    """Also for what engines are told to log, from which the operator learns over what KV goes."""
     wanted = {"limits": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": count}}
     made = rendered(
         "dpd-huggingface",
@@ -168,6 +223,7 @@ def test_what_the_roles_resources_say_of_efa_counts(vllm_parse: Parse, count: st
     config = vllm_parse(found["args"]).kv_transfer_config
     assert config.kv_connector_extra_config["backends"] == [backend]
     assert found["resources"]["limits"]["vpc.amazonaws.com/efa"] == count
+    assert variables(found).keys() & {"NIXL_LOG_LEVEL", "UCX_PROTO_INFO"} == told
 
 
 def test_one_role_without_efa_leaves_both_on_ucx(vllm_parse: Parse) -> None:

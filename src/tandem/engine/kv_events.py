@@ -85,15 +85,15 @@ def publishing_args(args: Iterable[str], where: Subscription) -> list[str]:
     return [*without(args, [FLAG]), FLAG, kv_events_config(where, own_settings(args))]
 
 
-def own_settings(args: Iterable[str]) -> dict[str, Any]:
-    """What an engine's own `--kv-events-config` says; one dotted key replaces what stands as JSON text, as in
-    vLLM. Raises EngineError."""
+def own_settings(args: Iterable[str], flag: str = FLAG) -> dict[str, Any]:
+    """What an engine's own `--kv-events-config`, or another flag that takes JSON, says; one dotted key
+    replaces what stands as JSON text, as in vLLM. Raises EngineError."""
     whole: dict[str, Any] = {}
     dotted: dict[str, Any] = {}
     for setting in settings(args):
-        if setting.flag == FLAG and setting.path:
+        if setting.flag == flag and setting.path:
             dotted[".".join(setting.path)] = _dotted_value(setting)
-        elif setting.flag == FLAG:
+        elif setting.flag == flag:
             whole = _object(setting)
     return dotted or whole
 

@@ -17,6 +17,10 @@ KV_LEASE_SECONDS = 30
 """How long a prefiller keeps a finished prompt's KV blocks for its decoder, which renews the lease while it
 waits. vLLM's own default, written out so that what depends on it reads it from one place."""
 
+PULLING = ("NixlConnector", "NixlPullConnector", "CpuNixlConnector")
+"""vLLM's connectors over which a decoder fetches KV by NIXL: they take the same settings and hand over
+alike."""
+
 _ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
 

@@ -196,7 +196,8 @@ def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:
         yield Found(
             "IEC519",
             last[1],
-            "--kv-transfer-config is replaced: Tandem writes it for each role and connector",
+            "--kv-transfer-config is replaced: Tandem writes it for each role and connector; of one for "
+            "NIXL the settings of a single engine stay",
         )
     host = flag_value(flags.args, "--host")
     if host in ("127.0.0.1", "localhost", "::1") and (last := flags.last("--host")):

@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from tandem.kube.errors import ApiError, KubeError, NoCluster
 from tandem.kube.objects import Object
-from tandem.kube.resources import Resource
+from tandem.kube.resources import POD, Resource
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 30.0
@@ -185,6 +185,12 @@ class Client:
         except (httpx2.HTTPError, httpx2.StreamError, msgspec.DecodeError) as error:
             raise KubeError(f"GET {path}: {_text(error)}") from error
 
+    async def log(self, pod: str, namespace: str, container: str, *, most_bytes: int) -> str:
+        """What a container has logged since it was last started, from the beginning."""
+        query = {"container": container, "limitBytes": str(most_bytes)}
+        answer = await self._answer("GET", POD.path(namespace, pod, "log"), query)
+        return answer.content.decode("utf-8", "replace")
+
     async def _send(
         self,
         method: str,
@@ -198,13 +204,7 @@ class Client:
         sent = dict(headers or {})
         if content is not None:
             sent["Content-Type"] = content_type
-        self.requests += 1
-        try:
-            answer = await self._http.request(method, path, params=query, content=content, headers=sent)
-        except (httpx2.HTTPError, ConfigError) as error:
-            raise KubeError(f"{method} {path}: {_text(error)}") from error
-        if answer.status_code >= 300:
-            raise _refusal(answer.status_code, answer.content)
+        answer = await self._answer(method, path, query, content, sent)
         try:
             found: Any = msgspec.json.decode(answer.content)
         except msgspec.DecodeError as error:
@@ -212,6 +212,23 @@ class Client:
         if not isinstance(found, dict):
             raise KubeError(f"{method} {path}: the answer is no object")
         return found
+
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx2.Response:
+        self.requests += 1
+        try:
+            answer = await self._http.request(method, path, params=query, content=content, headers=headers)
+        except (httpx2.HTTPError, ConfigError) as error:
+            raise KubeError(f"{method} {path}: {_text(error)}") from error
+        if answer.status_code >= 300:
+            raise _refusal(answer.status_code, answer.content)
+        return answer
 
 
 @asynccontextmanager

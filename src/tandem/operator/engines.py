@@ -17,6 +17,7 @@ from tandem.engine import (
 )
 from tandem.engine.kv_events import FLAG as KV_EVENTS
 from tandem.engine.kv_events import own_settings
+from tandem.engine.kv_transfer import PULLING
 from tandem.engine.roles import model_argument
 from tandem.operator import names
 from tandem.operator.errors import RenderError
@@ -26,6 +27,11 @@ from tandem.operator.pools import Pool
 from tandem.operator.weights import downloaded_by_engine
 from tandem.operator.wishes import section
 
+TRANSFER = "--kv-transfer-config"
+
+_OWN_TRANSFER = ("kv_connector", "kv_connector_module_path", "kv_buffer_device", "kv_buffer_size")
+"""Its settings that are one engine's own business."""
+
 LMCACHE_FILE = "/etc/tandem/lmcache/lmcache.yaml"
 
 _EFA_ENVIRONMENT = {
@@ -34,6 +40,12 @@ _EFA_ENVIRONMENT = {
     # Libfabric would hand over to a pod on the same node through /dev/shm, which pods do not share.
     "FI_EFA_ENABLE_SHM_TRANSFER": "0",
 }
+
+# What engines log of how KV goes, for the endpoint's status, as they start and at their first hand-off: UCX a
+# table of seven lines for each kind of connection and transfer (reads are ucp_get, writes ucp_put); libfabric
+# its devices. On stdout UCX would keep the tables back until some 4 KB have come together.
+_TELLING_UCX = {"UCX_PROTO_INFO": "*ucp_[gp][eu]t[*]*", "UCX_LOG_FILE": "stderr"}
+_TELLING_LIBFABRIC = {"NIXL_LOG_LEVEL": "INFO"}
 
 
 def arguments(plan: Plan, pool: Pool) -> list[str]:
@@ -47,8 +59,8 @@ def arguments(plan: Plan, pool: Pool) -> list[str]:
         args += ["--enable-prompt-tokens-details"]  # usage tells how many prompt tokens came from a cache
     if plan.disaggregated:
         args = _handing_over(plan, pool, args)
-    elif plan.lmcache_colocated and not has_flag(pool.args, "--kv-transfer-config"):
-        args += ["--kv-transfer-config", _json({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})]
+    elif plan.lmcache_colocated and not has_flag(pool.args, TRANSFER):
+        args += [TRANSFER, _json({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})]
     if plan.kv_events:
         try:
             where = pod_kv_events(pool.flags.dp)
@@ -77,10 +89,10 @@ def _model(plan: Plan, pool: Pool) -> list[str]:
 
 def _handing_over(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
     assert pool.role is not None
-    args = without(args, ["--kv-transfer-config"])
+    args = without(args, [TRANSFER])
     if plan.lmcache_pd:
         args = _lmcache_flags(plan, pool, args)
-    return [*args, "--kv-transfer-config", transfer_config(plan, pool)]
+    return [*args, TRANSFER, transfer_config(plan, pool)]
 
 
 def _lmcache_flags(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
@@ -113,7 +125,25 @@ def transfer_config(plan: Plan, pool: Pool) -> str:
         )
     config = json.loads(kv_transfer_config(plan.connector, pool.role, "cuda"))
     config["kv_connector_extra_config"]["backends"] = [plan.nixl_backend]
-    return _json(config)
+    own = own_transfer(plan, pool)
+    extra = own.pop("kv_connector_extra_config", {}) | config.pop("kv_connector_extra_config")
+    return _json({**config, **own, "kv_connector_extra_config": extra})
+
+
+def own_transfer(plan: Plan, pool: Pool) -> dict[str, Any]:
+    """What stays of the resource's own `--kv-transfer-config`: which of the connectors that hand over alike,
+    and settings of one engine alone, such as NIXL's threads. Nothing where it is for another connector."""
+    if plan.lmcache_pd:
+        return {}
+    try:
+        own = own_settings(pool.given_args, TRANSFER)
+    except EngineError as error:
+        raise RenderError(str(error)) from None
+    if own.get("kv_connector", PULLING[0]) not in PULLING:
+        return {}
+    kept = {name: own[name] for name in _OWN_TRANSFER if name in own}
+    extra = own.get("kv_connector_extra_config")
+    return kept | ({"kv_connector_extra_config": extra} if isinstance(extra, dict) and extra else {})
 
 
 def environment(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
@@ -140,8 +170,9 @@ def _defaults(plan: Plan, pool: Pool) -> dict[str, str]:
         variables |= {"HOME": "/tmp", "USER": "tandem"}
     if plan.connector.name == "lmcache":
         variables["LMCACHE_TRACK_USAGE"] = "false"
-    if plan.disaggregated and plan.nixl_backend == "LIBFABRIC":
-        variables |= _EFA_ENVIRONMENT
+    if plan.disaggregated:
+        efa = plan.nixl_backend == "LIBFABRIC"
+        variables |= {**_EFA_ENVIRONMENT, **_TELLING_LIBFABRIC} if efa else _TELLING_UCX
     return variables
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tandem.engine import has_flag
 from tandem.operator import model_files, scaling
+from tandem.operator.engines import TRANSFER, own_transfer
 from tandem.operator.plan import Plan
 from tandem.operator.wishes import instance_types, section
 
@@ -22,10 +23,11 @@ def _handing_over(plan: Plan) -> Iterator[str]:
         return
     yield f"connector: {plan.connector.reason}"
     for pool in plan.pools:
-        if has_flag(pool.args, "--kv-transfer-config"):
+        if has_flag(pool.args, TRANSFER):
+            kept = ", ".join(own_transfer(plan, pool))
             yield (
-                f"--kv-transfer-config of the {pool.component} engines: replaced by the configuration for "
-                "that connector"
+                f"{TRANSFER} of the {pool.component} engines: replaced by the configuration for that "
+                f"connector{kept and f', which keeps {kept}'}"
             )
     if plan.buffer is not None and (complaint := plan.buffer.complaint(plan.context)):
         yield f"PD_BUFFER_SIZE: {complaint}"

@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 import zmq
 
-from tandem.sim import lmcache
+from tandem.sim import lmcache, ucx_log
 from tandem.sim.args import KvTransfer, UsageError, VllmArgs
 from tandem.sim.clock import Clock
 from tandem.sim.cost import CostProfile
@@ -64,6 +64,7 @@ def _nixl(
         side_channel=place.side_channel,
         lease_seconds=float(lease),
         tensor_parallel=args.tensor_parallel,
+        tells=ucx_log.asked(environment),
         listen=place.listens_to_others,
     )
 

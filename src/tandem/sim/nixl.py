@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from tandem.sim import ucx_log
 from tandem.sim.blocks import Block, KvSource
 from tandem.sim.handoff import Host
 from tandem.sim.request import Finish, SimRequest, State
@@ -45,13 +46,15 @@ class Nixl:
         lease_seconds: float = 30.0,
         tensor_parallel: int = 1,
         listen: bool = True,
+        tells: bool = False,
     ) -> None:
         """`side_channel`: what replies name as remote_host and remote_port; port 0 is a free one if it
-        listens. `listen`: let engines of other processes in."""
+        listens. `listen`: let engines of other processes in. `tells`: log over what KV comes."""
         self._host = host
         self._address = side_channel
         self._lease_seconds = lease_seconds
         self._tensor_parallel = tensor_parallel
+        self._tells = tells
         self._listener = Listener(self._answer) if listen else None
         self._leases: dict[str, Lease] = {}
         self._lost: set[str] = set()
@@ -257,6 +260,9 @@ class Nixl:
             await clock.sleep(profile.kv_handshake)
             await self._ask(params, {"do": "handshake"})
             self._known.add(remote)
+            if self._tells:
+                address = (params["remote_host"], int(params["remote_port"]))
+                ucx_log.tell(self._host.engine_id, local=address in self._host.network.listeners)
         ids = params["remote_block_ids"]
         ids = list(ids[0] if isinstance(ids[0], list) else ids)
         # With a local hit only the tail is read; where there are fewer blocks, the rest stays as it is.

@@ -11,6 +11,7 @@ from tandem.kube import ApiError, Client, Key, Object, Resource, key_of, resourc
 from tandem.kube import resources as kinds
 from tandem.operator import names
 from tandem.operator.control.desired import UID_ANNOTATION, Desired, desired
+from tandem.operator.control.engine_logs import EngineLogs
 from tandem.operator.control.events import Recorder, transitions
 from tandem.operator.control.owned import MANAGER, Owned, Refused
 from tandem.operator.control.status import Outcome, change, deleting, new_status, pending
@@ -42,6 +43,7 @@ class Controller:
         self._settings = settings
         self._now = now
         self._recorder = Recorder(client)
+        self._logs = EngineLogs(client, now)
         self._owned = Owned(client, watches.owned)
         self._desired: dict[Key, tuple[object, Desired]] = {}
         self._told: dict[Key, tuple[list[str], Object]] = {}
@@ -79,6 +81,7 @@ class Controller:
     def _forget(self, key: Key) -> None:
         self._desired.pop(key, None)
         self._told.pop(key, None)
+        self._logs.forget(key)
 
     def _status(self, found: Object) -> Object:
         """As last told, also where the watch does not show it yet."""
@@ -166,13 +169,14 @@ class Controller:
         silent = sorted((pod for pod in pods if needs_warnings(pod)), key=lambda pod: key_of(pod))
         warnings = await self._warnings(silent)
         before = self._status(found)
+        outcome, later = await self._logs.look(found, outcome, pods, before)
         deployments = [wanted.deployment for wanted in outcome.wanted]
         applied = {key: self._owned.generation(kinds.DEPLOYMENT, key) for key in deployments}
         status = new_status(
             found, before, outcome, owned, pods, warnings, applied=applied, paused=paused, now=self._now()
         )
         await self._tell(found, status)
-        return LOOK_AGAIN_SECONDS if silent else None
+        return LOOK_AGAIN_SECONDS if silent else later
 
     async def _warnings(self, silent: Sequence[Object]) -> dict[str, Sequence[Object]]:
         long_ago = self._now() - timedelta(seconds=QUIET_SECONDS)
