@@ -34,12 +34,11 @@ def crd(webhook: Mapping[str, Any] | None = None) -> dict[str, Any]:
     versions as `tandem.api.conversion` does. Without one the API server only changes apiVersion: what
     v1alpha1 does not have is then cut off when an object is read in it, and lost when that is written back.
     """
-    conversion: dict[str, Any] = {"strategy": "None"}
+    # The operator writes its conversion in here. One that says "None" could not be applied over that.
+    conversion: dict[str, Any] = {}
     if webhook is not None:
-        conversion = {
-            "strategy": "Webhook",
-            "webhook": {"clientConfig": dict(webhook), "conversionReviewVersions": ["v1"]},
-        }
+        given = {"clientConfig": dict(webhook), "conversionReviewVersions": ["v1"]}
+        conversion = {"conversion": {"strategy": "Webhook", "webhook": given}}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -54,7 +53,7 @@ def crd(webhook: Mapping[str, Any] | None = None) -> dict[str, Any]:
                 "singular": KIND.lower(),
                 "shortNames": [SHORT_NAME],
             },
-            "conversion": conversion,
+            **conversion,
             "versions": [_version(name) for name in VERSIONS],
         },
     }
