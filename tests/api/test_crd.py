@@ -137,7 +137,7 @@ def test_the_definition_names_both_versions_and_stores_v1() -> None:
         ("v1", True, True),
         ("v1alpha1", True, False),
     ]
-    assert "conversion" not in spec
+    assert "conversion" not in spec, "or it could not be applied again where an operator converts"
     assert spec["names"]["shortNames"] == ["iec"]
 
 

@@ -260,6 +260,27 @@ def answering(*answers: httpx2.Response | Exception) -> Client:
     return Client(httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://api"))
 
 
+async def test_a_guarded_client_reads_but_sends_no_write_that_is_forbidden() -> None:
+    def forbid() -> None:
+        raise KubeError("not now")
+
+    object_ = {"metadata": {"name": "a", "resourceVersion": "1"}}
+    client = answering(httpx2.Response(200, json=object_), httpx2.Response(200, json={"metadata": {}}))
+    guarded = client.guarded(forbid)
+    assert await guarded.get(CONFIG_MAP, "a", "ns") == object_
+    assert (await guarded.list(CONFIG_MAP, "ns")).items == []
+    for write in (
+        guarded.apply(object_, CONFIG_MAP, manager=ME),
+        guarded.create(object_, CONFIG_MAP, manager=ME),
+        guarded.replace(object_, CONFIG_MAP, manager=ME),
+        guarded.patch(CONFIG_MAP, "a", "ns", {}, manager=ME),
+        guarded.delete(CONFIG_MAP, "a", "ns"),
+    ):
+        with pytest.raises(KubeError, match="not now"):
+            await write
+    assert client.sent == {"get": 1, "list": 1}, "counted together"
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -17,6 +17,8 @@ class FakeApi:
         self.calls: list[tuple[str, str, str]] = []
         self.refusal: ApiError | None = None
         """Given instead of an answer while it is set."""
+        self.unchangeable: str | None = None
+        """While it is set, what the server says to each change of an object that is there."""
         self._versions = itertools.count(1)
 
     def seen(self, resource: Resource) -> dict[Key, Object]:
@@ -37,6 +39,8 @@ class FakeApi:
         key = key_of(desired)
         before = self.objects.get((resource, key))
         made = self._kept({**(before or {}), **copy.deepcopy(desired)}, before)
+        if self.unchangeable is not None and before is not None and made is not before:
+            raise ApiError(422, "Invalid", self.unchangeable)
         self.objects[resource, key] = made
         return copy.deepcopy(made)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tandem.operator.control.likeness import covers
 
 from ..api.conftest import ApiServer, _assets
 from .endpoints import ROUTER_NAMESPACE, VARIANTS, rendered
@@ -28,10 +31,15 @@ def server(bare_api_server: ApiServer) -> ApiServer:
 
 @pytest.mark.timeout(300)  # the first one waits for the server
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_api_server_takes_every_object(server: ApiServer, variant: str) -> None:
-    made = rendered(*VARIANTS[variant])
-    together = {"apiVersion": "v1", "kind": "List", "items": list(made.objects)}
-    done = server.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=together)
+def test_the_api_server_takes_every_object_and_gives_back_all_of_it(server: ApiServer, variant: str) -> None:
+    """So that a new operator sees in what is there that nothing is to be done."""
+    objects = rendered(*VARIANTS[variant]).objects
+    together = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+    words = ("create", "--dry-run=server", "--validate=strict", "-o", "yaml", "-f", "-")
+    done = server.kubectl(*words, stdin=together)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(made.objects)
     assert "warning" not in done.stderr.lower(), done.stderr
+    made = list(yaml.load_all(done.stdout, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    assert len(made) == len(objects)
+    for desired, live in zip(objects, made, strict=True):
+        assert covers(live, desired), (desired, live)

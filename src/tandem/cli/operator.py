@@ -7,7 +7,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from tandem.cli import ENVIRONMENT, FAILURE, OK, complain
+from tandem.cli import ENVIRONMENT, OK, complain
 from tandem.cli.render import add_settings, settings
 from tandem.cli.up import port
 
@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.kube import KubeError, NoCluster
     from tandem.operator.process.alone import NotAlone
-    from tandem.operator.process.leader import LostLease
     from tandem.operator.process.run import OperatorConfig
     from tandem.operator.process.run import run as operate
 
@@ -73,9 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
             **given,
         )
         asyncio.run(operate(config))
-    except LostLease as error:
-        complain(f"{error}: another operator takes over")
-        return FAILURE
     except NoCluster as error:
         complain(f"no cluster: {error}")
         return ENVIRONMENT

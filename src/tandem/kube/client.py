@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,15 @@ PAGE = 500
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 _WATCH_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
 
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
 
 class _Event(msgspec.Struct):
     type: str
@@ -49,13 +59,26 @@ class Client:
 
     def __init__(self, http: httpx2.AsyncClient) -> None:
         self._http = http
-        self.requests = 0
+        self._before_write: Callable[[], None] | None = None
+        self.sent: Counter[str] = Counter()
+        """Requests so far, by verb as API servers' rights have them; a page of a list is one."""
+
+    @property
+    def requests(self) -> int:
         """Sent so far, watches included."""
+        return self.sent.total()
+
+    def guarded(self, before_write: Callable[[], None]) -> Client:
+        """The same, but that each write is preceded by a call, which may raise a KubeError to forbid it."""
+        guarded = Client(self._http)
+        guarded.sent = self.sent
+        guarded._before_write = before_write
+        return guarded
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
         """None where there is no such object."""
         try:
-            return await self._send("GET", resource.path(namespace, name))
+            return await self._send("get", resource.path(namespace, name))
         except ApiError as error:
             if error.missing:
                 return None
@@ -76,7 +99,7 @@ class Client:
         query = {"limit": str(PAGE), **_selectors(labels, fields)}
         headers = {"Accept": _METADATA_ONLY} if metadata_only else {}
         while True:
-            page = await self._send("GET", path, query, headers=headers)
+            page = await self._send("list", path, query, headers=headers)
             metadata = page.get("metadata")
             found = page.get("items")
             if found is None:
@@ -99,17 +122,17 @@ class Client:
         metadata = desired["metadata"]
         query = {"fieldManager": manager, "force": "true" if force else "false"}
         path = resource.path(metadata.get("namespace"), metadata["name"])
-        return await self._send("PATCH", path, query, desired, "application/apply-patch+yaml")
+        return await self._send("patch", path, query, desired, "application/apply-patch+yaml")
 
     async def create(self, made: Object, resource: Resource, *, manager: str) -> Object:
         path = resource.path(made["metadata"].get("namespace"))
-        return await self._send("POST", path, {"fieldManager": manager}, made)
+        return await self._send("create", path, {"fieldManager": manager}, made)
 
     async def replace(self, made: Object, resource: Resource, *, manager: str) -> Object:
         """With the object's resourceVersion: a conflict where another wrote meanwhile."""
         metadata = made["metadata"]
         path = resource.path(metadata.get("namespace"), metadata["name"])
-        return await self._send("PUT", path, {"fieldManager": manager}, made)
+        return await self._send("update", path, {"fieldManager": manager}, made)
 
     async def patch(
         self,
@@ -125,7 +148,7 @@ class Client:
         wrote meanwhile."""
         path = resource.path(namespace, name, subresource)
         return await self._send(
-            "PATCH", path, {"fieldManager": manager}, change, "application/merge-patch+json"
+            "patch", path, {"fieldManager": manager}, change, "application/merge-patch+json"
         )
 
     async def delete(
@@ -136,7 +159,7 @@ class Client:
         if uid is not None:
             options["preconditions"] = {"uid": uid}
         try:
-            await self._send("DELETE", resource.path(namespace, name), None, options)
+            await self._send("delete", resource.path(namespace, name), None, options)
         except ApiError as error:
             if not error.missing and not (uid is not None and error.conflict):
                 raise
@@ -166,7 +189,7 @@ class Client:
         headers = {"Accept": _WATCH_METADATA_ONLY} if metadata_only else {}
         path = resource.path(namespace)
         timeout = httpx2.Timeout(CONNECT_SECONDS, read=SILENCE_SECONDS)
-        self.requests += 1
+        self.sent["watch"] += 1
         try:
             async with self._http.stream(
                 "GET", path, params=query, headers=headers, timeout=timeout
@@ -188,12 +211,12 @@ class Client:
     async def log(self, pod: str, namespace: str, container: str, *, most_bytes: int) -> str:
         """What a container has logged since it was last started, from the beginning."""
         query = {"container": container, "limitBytes": str(most_bytes)}
-        answer = await self._answer("GET", POD.path(namespace, pod, "log"), query)
+        answer = await self._answer("get", POD.path(namespace, pod, "log"), query)
         return answer.content.decode("utf-8", "replace")
 
     async def _send(
         self,
-        method: str,
+        verb: str,
         path: str,
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
@@ -204,24 +227,27 @@ class Client:
         sent = dict(headers or {})
         if content is not None:
             sent["Content-Type"] = content_type
-        answer = await self._answer(method, path, query, content, sent)
+        answer = await self._answer(verb, path, query, content, sent)
         try:
             found: Any = msgspec.json.decode(answer.content)
         except msgspec.DecodeError as error:
-            raise KubeError(f"{method} {path}: the answer is not JSON: {error}") from error
+            raise KubeError(f"{verb} {path}: the answer is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise KubeError(f"{method} {path}: the answer is no object")
+            raise KubeError(f"{verb} {path}: the answer is no object")
         return found
 
     async def _answer(
         self,
-        method: str,
+        verb: str,
         path: str,
         query: Mapping[str, str] | None = None,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx2.Response:
-        self.requests += 1
+        method = _METHODS[verb]
+        if self._before_write is not None and verb not in ("get", "list"):
+            self._before_write()
+        self.sent[verb] += 1
         try:
             answer = await self._http.request(method, path, params=query, content=content, headers=headers)
         except (httpx2.HTTPError, ConfigError) as error:

@@ -42,3 +42,8 @@ class ApiError(KubeError):
     def final(self) -> bool:
         """The same request would be refused again: it is invalid, or we may not send it."""
         return self.status in (400, 403, 405, 413, 415, 422)
+
+    @property
+    def busy(self) -> bool:
+        """The API server is overloaded, on its way down or up: any other request would fare no better."""
+        return self.status in (429, 503, 504)

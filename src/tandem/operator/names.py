@@ -79,15 +79,13 @@ class Names:
         """The model pods' service account."""
         return short(f"{self.name}-model")
 
-    @property
-    def claim(self) -> str:
-        """The volume claim of the weights."""
-        return short(f"{self.name}-model")
+    def claim(self, digest: str) -> str:
+        """The volume claim of the weights; `digest`: of where they lie."""
+        return short(f"{self.name}-model-{digest}")
 
-    @property
-    def volume(self) -> str:
+    def volume(self, digest: str) -> str:
         """The volume behind the claim; the whole cluster sees it."""
-        return short(f"{self.name}-{self.namespace}-model")
+        return short(f"{self.name}-{self.namespace}-model-{digest}")
 
     @property
     def router(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.operator import names
 from tandem.operator.errors import RenderError
+from tandem.operator.model_volume import model_volume
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
 from tandem.operator.wishes import section
@@ -61,7 +62,7 @@ def volumes(plan: Plan) -> list[dict[str, Any]]:
     if source == "huggingface":
         return [{"name": name, "emptyDir": {}}]
     made: list[dict[str, Any]] = [
-        {"name": name, "persistentVolumeClaim": {"claimName": plan.names.claim, "readOnly": True}}
+        {"name": name, "persistentVolumeClaim": {"claimName": model_volume(plan).claim, "readOnly": True}}
     ]
     if prefetched(plan):
         made.append({"name": COPY_VOLUME, "emptyDir": {"medium": "Memory"}})

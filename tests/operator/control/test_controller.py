@@ -9,12 +9,10 @@ import pytest
 
 from tandem.operator import render
 
-from ..endpoints import ROUTER_NAMESPACE, SETTINGS, endpoint
-from .conftest import World, operating
+from ..endpoints import SETTINGS, endpoint
+from .conftest import DECODE, World, operating
 
 pytestmark = pytest.mark.timeout(300)  # the first one waits for the server
-
-DECODE = "Deployment/decode-pd-hf"
 
 
 async def test_an_endpoint_becomes_what_render_prints(world: World) -> None:
@@ -62,10 +60,8 @@ async def test_nothing_is_sent_for_an_endpoint_at_rest_and_a_new_operator_change
     objects = {name: o["metadata"]["resourceVersion"] for name, o in (await world.objects()).items()}
     objects["iec"] = (await world.endpoint())["metadata"]["resourceVersion"]
     async with operating(world.server) as second:
-        async with asyncio.timeout(20):
-            while second.requests < 20:
-                await asyncio.sleep(0.2)
-        await asyncio.sleep(2)
+        await world.settled(second)
+        assert second.sent.keys() == {"list", "watch"}
     after = {name: o["metadata"]["resourceVersion"] for name, o in (await world.objects()).items()}
     after["iec"] = (await world.endpoint())["metadata"]["resourceVersion"]
     assert after == objects
@@ -255,18 +251,3 @@ async def test_without_keda_autoscaling_is_a_condition(world: World) -> None:
         return any(c["reason"] == "KedaMissing" for c in conditions)
 
     await world.until(told, "the condition")
-
-
-async def test_a_namespace_that_is_deleted_under_way_is_left(world: World) -> None:
-    await world.apply(world.manifest())
-    await world.until(world.has(DECODE), "the deployments")
-    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--wait=false")
-    await world.kubectl("delete", "namespace", world.namespace, "--wait=false")
-
-    async def gone() -> bool:
-        selector = f"-l=tandem.dev/endpoint-namespace={world.namespace}"
-        return "No resources" not in await world.kubectl(
-            "get", "deploy", "-n", ROUTER_NAMESPACE, selector, "-o", "name"
-        )
-
-    await world.until(gone, "the router's objects")

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.kube import ApiError, Key, KubeError, Object, Resource
 from tandem.kube import resources as kinds
+from tandem.operator.control.desired import UID_ANNOTATION
 from tandem.operator.control.owned import SHOWN_SECONDS, Owned, Refused
 
 from ..fake_api import FakeApi
@@ -18,7 +19,8 @@ KEY = ("team-a", "config")
 
 
 def config(**data: str) -> Object:
-    metadata: Object = {"name": KEY[1], "namespace": KEY[0], "labels": dict(OURS)}
+    annotations = {UID_ANNOTATION: "uid-of-the-endpoint"}
+    metadata: Object = {"name": KEY[1], "namespace": KEY[0], "labels": OURS, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
@@ -36,6 +38,9 @@ class World:
         self.seen[kinds.CONFIG_MAP] = self.api.seen(kinds.CONFIG_MAP)
         for key in before.keys() - self.seen[kinds.CONFIG_MAP].keys():
             self.owned.gone(kinds.CONFIG_MAP, key)
+
+    def restart(self) -> None:
+        self.owned = Owned(self.api, self.seen, lambda: self.now)
 
     async def make(self, **data: str) -> bool:
         return await self.owned.make(config(**data), OURS)
@@ -115,21 +120,41 @@ async def test_status_is_no_edit() -> None:
     assert not await world.make(a="1")
 
 
-async def test_a_new_operator_applies_once_and_changes_nothing() -> None:
+async def test_a_new_operator_sends_nothing_where_all_is_as_it_should_be() -> None:
     world = World()
     await world.make(a="1")
-    version = world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["resourceVersion"]
     world.look()
-    world.owned = Owned(world.api, world.seen, lambda: world.now)
-    assert await world.make(a="1")
+    world.restart()
+    world.api.calls.clear()
     assert not await world.make(a="1")
-    assert world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["resourceVersion"] == version
+    assert world.api.calls == []
+
+
+@pytest.mark.parametrize("edited", [{"a": "edited"}, {}, {"a": "1", "b": "more"}])
+async def test_a_new_operator_mends_what_was_edited_while_none_ran(edited: dict[str, str]) -> None:
+    world = World()
+    await world.make(a="1")
+    world.api.edit(kinds.CONFIG_MAP, KEY, data=edited)
+    world.look()
+    world.restart()
+    assert await world.make(a="1") == (edited.get("a") != "1"), "what others have added may stay"
+    assert world.live["a"] == "1"
+
+
+async def test_a_new_operator_takes_away_what_its_predecessor_wanted() -> None:
+    """Nothing of what is desired is missing then: only the digest tells."""
+    world = World()
+    await world.make(a="1", b="2")
+    world.look()
+    world.restart()
+    assert await world.make(a="1")
+    assert world.live == {"a": "1"}
 
 
 async def test_anothers_object_is_not_taken() -> None:
     world = World()
     theirs = config(a="theirs")
-    theirs["metadata"]["labels"] = {"owner": "someone"}
+    theirs["metadata"] |= {"labels": {"owner": "someone"}, "annotations": {UID_ANNOTATION: "another"}}
     await world.api.create(theirs, kinds.CONFIG_MAP, manager="them")
     with pytest.raises(Refused, match="another owner"):
         await world.make(a="1")
@@ -139,13 +164,53 @@ async def test_anothers_object_is_not_taken() -> None:
         await world.make(a="1")
 
 
+@pytest.mark.parametrize("labels", [{}, {"owner": "y"}])
+@pytest.mark.parametrize("shown", [True, False], ids=["watched", "out of sight"])
+async def test_an_object_without_our_labels_is_known_by_its_endpoint(
+    labels: dict[str, str], shown: bool
+) -> None:
+    world = World()
+    await world.make(a="1")
+    metadata = world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]
+    world.api.edit(kinds.CONFIG_MAP, KEY, metadata=metadata | {"labels": labels})
+    world.look()
+    if not shown:
+        del world.seen[kinds.CONFIG_MAP][KEY]
+        world.owned.gone(kinds.CONFIG_MAP, KEY)
+    assert await world.make(a="1")
+    assert world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["labels"] == OURS
+
+
+async def test_what_cannot_be_changed_is_made_anew_where_no_pod_ends_by_it() -> None:
+    world = World()
+    await world.make(a="1")
+    world.look()
+    uid = world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["uid"]
+    world.api.unchangeable = "data: Forbidden: field is immutable when `immutable` is set"
+    assert await world.make(a="2")
+    assert world.live == {"a": "2"}
+    assert world.api.objects[kinds.CONFIG_MAP, KEY]["metadata"]["uid"] != uid
+    world.look()
+    assert not await world.make(a="2")
+
+
+async def test_a_deployment_that_cannot_be_changed_is_left_and_what_to_do_is_told() -> None:
+    world = World()
+    deployment = config() | {"apiVersion": "apps/v1", "kind": "Deployment", "data": {}}
+    await world.owned.make(deployment, OURS)
+    world.api.unchangeable = "spec.selector: field is immutable"
+    with pytest.raises(Refused, match="field is immutable; delete it, and it is made anew"):
+        await world.owned.make(deployment | {"data": {"a": "2"}}, OURS)
+    assert world.api.seen(kinds.DEPLOYMENT)
+
+
 @pytest.mark.parametrize("status", [400, 403, 422])
 async def test_what_can_never_be_applied_is_refused(status: int) -> None:
     world = World()
     await world.make(a="1")
     world.look()
-    world.api.refusal = ApiError(status, "Invalid", "spec is immutable")
-    with pytest.raises(Refused, match="ConfigMap config: spec is immutable"):
+    world.api.refusal = ApiError(status, "Invalid", "spec is wrong")
+    with pytest.raises(Refused, match="ConfigMap config: spec is wrong"):
         await world.make(a="2")
 
 

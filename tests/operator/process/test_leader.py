@@ -152,3 +152,30 @@ async def test_two_at_once_are_never_both_leaders(clock: Clock) -> None:
     assert sum(c.leads for c in candidates) == 1
     for task in tasks:
         task.cancel()
+
+
+async def test_who_was_frozen_writes_nothing_before_it_knows_that_it_still_leads(clock: Clock) -> None:
+    api = FakeApi()
+    one = candidate(api, clock, "one")
+    await one.acquire()
+    one.check()
+    clock.now += LEASE_SECONDS
+    with pytest.raises(LostLease):
+        one.check()
+
+
+async def test_who_does_not_lead_may_not_write(clock: Clock) -> None:
+    with pytest.raises(LostLease):
+        candidate(FakeApi(), clock, "one").check()
+
+
+async def test_who_has_lost_the_lease_can_get_it_again(clock: Clock) -> None:
+    api = FakeApi()
+    one = candidate(api, clock, "one")
+    await one.acquire()
+    api.refusal = ApiError(503, "", "the API server is away")
+    with pytest.raises(LostLease):
+        await one.hold()
+    api.refusal = None
+    await one.acquire()
+    one.check()

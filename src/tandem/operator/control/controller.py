@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 
 from tandem.api.annotations import parse_annotations
-from tandem.kube import ApiError, Client, Key, Object, Resource, key_of, resource_of
+from tandem.kube import ApiError, Client, Key, Object, key_of, resource_of
 from tandem.kube import resources as kinds
 from tandem.operator import names
+from tandem.operator.control import volumes
 from tandem.operator.control.desired import UID_ANNOTATION, Desired, desired
 from tandem.operator.control.engine_logs import EngineLogs
 from tandem.operator.control.events import Recorder, transitions
@@ -27,6 +29,12 @@ QUIET_SECONDS = 10.0
 LOOK_AGAIN_SECONDS = 15.0
 MOST_ASKED = 4
 """Pods of one endpoint whose Events are read in one pass: pods of one kind have the same trouble."""
+REFUSED_AGAIN_SECONDS = 30.0
+"""After so long an object that was refused is offered again: a quota may have been raised."""
+TOLD_FROM = 3
+"""From so many passes in a row that fail the status tells why: one may be a moment's trouble."""
+SLOW_SECONDS = 10.0
+"""A pass that has lasted so long ends with its first failure: others wait for their turn."""
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +57,8 @@ class Controller:
         self._told: dict[Key, tuple[list[str], Object]] = {}
         """The status last written, and the versions of the endpoint that it was not in yet; the last of them
         is the one with it."""
+        self._failed: dict[Key, int] = {}
+        """Passes in a row in which objects could not be made."""
         watches.gone.append(self._owned.gone)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -58,7 +68,7 @@ class Controller:
         if found is None:
             # Gone, with its finalizer taken off by force or while nobody looked.
             self._forget(key)
-            await self._remove(filter(_is_made, self._watches.owned_by(key)))
+            await self._remove(self._made_for(key, None))
             return None
         metadata = found["metadata"]
         extensions, _ = parse_annotations(metadata.get("annotations") or {})
@@ -71,17 +81,31 @@ class Controller:
         if FINALIZER not in metadata.get("finalizers", ()):
             found = await self._finalizers(found, drop=False) or found
         made = self._made(key, found)
-        outcome = made.outcome
+        outcome, failure = made.outcome, None
         if made.objects and not extensions.paused:
             if "state" not in self._status(found):
                 await self._tell(found, pending(found, self._now()))
-            outcome = await self._make(key, made)
-        return await self._report(found, outcome, paused=extensions.paused)
+            outcome, failure = await self._make(key, found, made)
+        again = await self._report(found, outcome, paused=extensions.paused)
+        if failure is not None:
+            raise failure
+        return again
 
     def _forget(self, key: Key) -> None:
         self._desired.pop(key, None)
         self._told.pop(key, None)
         self._logs.forget(key)
+        self._failed.pop(key, None)
+
+    def _made_for(self, key: Key, uid: str | None) -> list[Object]:
+        """Objects that an operator made for the endpoint, or for an earlier one of its name; not those that
+        someone has given the labels of this one, and that belong to another: its own pass mends them."""
+        found = []
+        for there in self._watches.owned_by(key):
+            owner = (there["metadata"].get("annotations") or {}).get(UID_ANNOTATION)
+            if owner is not None and (owner == uid or not self._watches.has_endpoint(owner)):
+                found.append(there)
+        return found
 
     def _status(self, found: Object) -> Object:
         """As last told, also where the watch does not show it yet."""
@@ -98,14 +122,15 @@ class Controller:
             kept = self._desired[key] = of, desired(found, self._settings)
         return kept[1]
 
-    async def _make(self, key: Key, made: Desired) -> Outcome:
+    async def _make(self, key: Key, found: Object, made: Desired) -> tuple[Outcome, ApiError | None]:
+        """What came of it, and where an object could not be made for now, why."""
+        started = time.monotonic()
         refused: list[str] = []
         absent: set[str] = set()
-        wanted: set[tuple[Resource, Key]] = set()
+        failure: ApiError | None = None
         ours = dict(zip((names.NAMESPACE_LABEL, names.ENDPOINT_LABEL), labels_of(key), strict=True))
         for thing in made.objects:
             resource = resource_of(thing)
-            wanted.add((resource, key_of(thing)))
             if not self._watches.served(resource):
                 absent.add(resource.definition)
                 continue
@@ -113,16 +138,34 @@ class Controller:
                 await self._owned.make(thing, ours)
             except Refused as error:
                 refused.append(str(error))
-        await self._remove(
-            there
-            for there in self._watches.owned_by(key)
-            if _is_made(there) and (resource_of(there), key_of(there)) not in wanted
-        )
-        return made.outcome.with_objects(
+            except ApiError as error:
+                if error.busy:
+                    raise
+                failure = failure or error
+                if self._failed.get(key, 0) + 1 >= TOLD_FROM:
+                    refused.append(f"{thing['kind']} {thing['metadata']['name']}: {error.message}")
+                if time.monotonic() - started > SLOW_SECONDS:
+                    break
+        self._failed[key] = 0 if failure is None else self._failed.get(key, 0) + 1
+        await self._remove(self._superfluous(key, found, made, whole=not refused and failure is None))
+        outcome = made.outcome.with_objects(
             refused=tuple(refused),
             absent=tuple(sorted(absent)),
             no_driver=tuple(name for name in made.drivers if not self._watches.has_driver(name)),
         )
+        return outcome, failure
+
+    def _superfluous(self, key: Key, found: Object, made: Desired, *, whole: bool) -> Iterator[Object]:
+        """Volumes that can serve no more, and where all that is wanted is there (`whole`), what is not."""
+        wanted = {(resource_of(thing), key_of(thing)) for thing in made.objects}
+        pods = self._watches.pods_of(key)
+        objects = self._made_for(key, found["metadata"]["uid"])
+        for there in objects:
+            if (resource_of(there), key_of(there)) in wanted:
+                if volumes.worn_out(there):
+                    yield there
+            elif whole and not volumes.in_use(there, objects, pods):
+                yield there
 
     async def _delete(self, found: Object) -> None:
         """What lies in the endpoint's namespace would go with it; what lies elsewhere would not. Each object
@@ -131,7 +174,8 @@ class Controller:
         take as long as its longest stream."""
         if FINALIZER not in found["metadata"].get("finalizers", ()):
             return
-        left = sorted(filter(_is_made, self._watches.owned_by(key_of(found))), key=_last_made, reverse=True)
+        made = self._made_for(key_of(found), found["metadata"]["uid"])
+        left = sorted(made, key=_last_made, reverse=True)
         if not all(map(_goes_by_itself, left)):
             await self._remove(left)
             await self._tell(found, deleting(found, self._status(found), len(left), self._now()))
@@ -176,7 +220,9 @@ class Controller:
             found, before, outcome, owned, pods, warnings, applied=applied, paused=paused, now=self._now()
         )
         await self._tell(found, status)
-        return LOOK_AGAIN_SECONDS if silent else later
+        if silent:
+            return LOOK_AGAIN_SECONDS
+        return REFUSED_AGAIN_SECONDS if outcome.refused else later
 
     async def _warnings(self, silent: Sequence[Object]) -> dict[str, Sequence[Object]]:
         long_ago = self._now() - timedelta(seconds=QUIET_SECONDS)
@@ -222,8 +268,3 @@ def _last_made(there: Object) -> int:
 
 def _goes_by_itself(there: Object) -> bool:
     return "deletionTimestamp" in there["metadata"] and resource_of(there) in (kinds.CLAIM, kinds.VOLUME)
-
-
-def _is_made(there: Object) -> bool:
-    """By an operator, not applied by hand."""
-    return UID_ANNOTATION in (there["metadata"].get("annotations") or {})

@@ -12,6 +12,9 @@ from typing import Protocol
 import msgspec
 
 from tandem.kube import ApiError, Key, Object, Resource, key_of, resource_of
+from tandem.kube import resources as kinds
+from tandem.operator.control.desired import UID_ANNOTATION
+from tandem.operator.control.likeness import covers
 
 MANAGER = "tandem-operator"
 """The field manager of all that the operator writes."""
@@ -20,6 +23,14 @@ log = logging.getLogger(__name__)
 
 SHOWN_SECONDS = 30.0
 """After so long without a sight of an object that was made, it is taken to be gone."""
+
+APPLIED_ANNOTATION = "tandem.dev/applied"
+"""On each object: a digest of what was last applied, by which a new operator knows its predecessor's work."""
+
+REPLACED = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.ROLE_BINDING)
+"""Kinds whose objects may be deleted and made anew where a field cannot be changed: no pod ends by it."""
+
+_UNCHANGEABLE = ("immutable", "may not change once set", "cannot change")
 
 _SERVERS = ("resourceVersion", "generation", "managedFields", "selfLink", "creationTimestamp", "uid")
 
@@ -67,8 +78,8 @@ class Owned:
 
     An object is applied when what is desired of it has changed, or when it is no longer as our last apply
     left it (someone edited it): its status and what the API server keeps in its metadata do not count. So a
-    pass over an unchanged endpoint sends nothing; a new operator applies everything once, which writes
-    nothing where all is as it should be.
+    pass over an unchanged endpoint sends nothing. Nor does a new operator's first one: an object that says
+    that the same was applied to it, and still has all of that, is as it should be.
     """
 
     def __init__(
@@ -96,24 +107,48 @@ class Owned:
         last = self._applied.get((resource, key))
         if last is not None and last.desired == wanted and self._as_left(live, last):
             return False
-        if live is None:
-            await self._check_free(desired, resource, ours)
-        elif not _carries(live, ours):
-            raise Refused(desired, "an object of this name belongs to another owner")
+        there = live
+        if there is None:  # watches show only objects with our labels
+            there = await self._client.get(resource, key[1], key[0] or None)
+        if there is not None and not _owns(desired, ours, there):
+            raise Refused(desired, "an object of this name is there and belongs to another owner")
+        desired = _signed(desired, wanted)
+        if last is None and live is not None and covers(live, desired):
+            self._left(resource, key, wanted, live, live)
+            return False
+        made = await self._apply(desired, resource, there)
+        self._left(resource, key, wanted, made, live)
+        if there is None or made["metadata"]["resourceVersion"] != there["metadata"]["resourceVersion"]:
+            log.info("applied %s %s", desired["kind"], "/".join(filter(None, key)))
+        return True
+
+    async def _apply(self, desired: Object, resource: Resource, there: Object | None) -> Object:
         try:
-            made = await self._client.apply(desired, resource, manager=MANAGER)
+            return await self._offer(desired, resource)
+        except Refused as error:
+            if there is None or not any(said in error.message for said in _UNCHANGEABLE):
+                raise
+            if resource not in REPLACED:
+                raise Refused(desired, f"{error.message}; delete it, and it is made anew") from error
+        metadata = there["metadata"]
+        log.info("%s %s cannot be changed: it is made anew", desired["kind"], metadata["name"])
+        await self._client.delete(resource, metadata["name"], metadata.get("namespace"), uid=metadata["uid"])
+        return await self._offer(desired, resource)
+
+    async def _offer(self, desired: Object, resource: Resource) -> Object:
+        try:
+            return await self._client.apply(desired, resource, manager=MANAGER)
         except ApiError as error:
             if error.final:
                 raise Refused(desired, error.message) from error
             raise
-        version = None if live is None else live["metadata"]["resourceVersion"]
+
+    def _left(self, resource: Resource, key: Key, wanted: bytes, made: Object, shown: Object | None) -> None:
+        version = None if shown is None else shown["metadata"]["resourceVersion"]
         generation = made["metadata"].get("generation", 0)
         self._applied[resource, key] = _Applied(
             wanted, _digest(_settled(made)), version, self._clock(), generation
         )
-        if live is None or made["metadata"]["resourceVersion"] != version:
-            log.info("applied %s %s", desired["kind"], "/".join(filter(None, key)))
-        return True
 
     def generation(self, resource: Resource, key: Key) -> int:
         """Of an object as it was last applied; the watch may show an older one. 0: it was not."""
@@ -140,16 +175,20 @@ class Owned:
             return True  # the watch does not show our apply yet
         return _digest(_settled(live)) == last.live
 
-    async def _check_free(self, desired: Object, resource: Resource, ours: Mapping[str, str]) -> None:
-        """Watches show only objects with our labels."""
-        namespace, name = key_of(desired)
-        found = await self._client.get(resource, name, namespace or None)
-        if found is not None and not _carries(found, ours):
-            raise Refused(desired, "an object of this name is there and belongs to another owner")
+
+def _owns(desired: Object, ours: Mapping[str, str], there: Object) -> bool:
+    """By its labels, or where someone has changed those, by the UID of its endpoint."""
+    metadata = there["metadata"]
+    if ours.items() <= (metadata.get("labels") or {}).items():
+        return True
+    uid = (desired["metadata"].get("annotations") or {}).get(UID_ANNOTATION)
+    return uid is not None and (metadata.get("annotations") or {}).get(UID_ANNOTATION) == uid
 
 
-def _carries(found: Object, labels: Mapping[str, str]) -> bool:
-    return labels.items() <= (found["metadata"].get("labels") or {}).items()
+def _signed(desired: Object, digest: bytes) -> Object:
+    metadata = desired["metadata"]
+    annotations = {**metadata.get("annotations", {}), APPLIED_ANNOTATION: digest.hex()[:32]}
+    return {**desired, "metadata": {**metadata, "annotations": annotations}}
 
 
 def _settled(found: Object) -> Object:

@@ -50,6 +50,8 @@ class Watches:
         self._group: asyncio.TaskGroup | None = None
         self.gone: list[Callable[[Resource, Key], None]] = []
         """Told of each owned object that is no longer there."""
+        self.defined: list[Callable[[str], None]] = []
+        """Told the name of each definition that is new or has changed."""
         self.endpoints = Reflector(client, ENDPOINT, self._endpoint)
         self.owned = {
             resource: Reflector(client, resource, self._owner_of(resource), labels=MANAGED)
@@ -79,6 +81,9 @@ class Watches:
 
     def pods_of(self, key: Key) -> list[Object]:
         return list(self._pods.get(labels_of(key), {}).values())
+
+    def has_endpoint(self, uid: str) -> bool:
+        return any(found["metadata"]["uid"] == uid for found in self.endpoints.values())
 
     def all_keys(self) -> Iterator[Key]:
         """Of every endpoint, and of those that are gone but have left objects."""
@@ -151,6 +156,9 @@ class Watches:
         """Kinds of other projects come and go with their definitions."""
         found = after or before
         assert found is not None
+        if after is not None:
+            for told in self.defined:
+                told(found["metadata"]["name"])
         for resource in OPTIONAL:
             if found["metadata"]["name"] != resource.definition:
                 continue

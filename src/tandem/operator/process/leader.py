@@ -30,8 +30,8 @@ class Leases(Protocol):
     async def replace(self, made: Object, resource: Resource, *, manager: str) -> Object: ...
 
 
-class LostLease(Exception):
-    """Another operator may hold the lease by now: this one must stop."""
+class LostLease(KubeError):
+    """Another operator may hold the lease by now: this one must stop, and write nothing more."""
 
 
 class Leader:
@@ -77,6 +77,12 @@ class Leader:
                     raise LostLease(f"lease {self._namespace}/{self._name} is lost")
         finally:
             self.leads = False
+
+    def check(self) -> None:
+        """Raises LostLease where the lease may have run out: a process that was frozen and goes on does not
+        know it before it has asked."""
+        if not self.leads or self._clock() - self._renewed > GIVE_UP_SECONDS:
+            raise LostLease(f"lease {self._namespace}/{self._name} may be another's: nothing is written")
 
     async def release(self) -> None:
         """So that another need not wait. Not being able to is no error."""

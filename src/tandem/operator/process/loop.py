@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 
 from tandem.kube import Client, Key, KubeError
 from tandem.operator.control.controller import Controller
@@ -23,14 +24,21 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    def __init__(self, client: Client, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        metrics: Metrics,
+        defined: Callable[[str], None] | None = None,
+    ) -> None:
+        """`defined` is told the name of each definition (CRD) that is new or has changed."""
         self._queue: WorkQueue[Key] = WorkQueue()
         self._metrics = metrics
         self._watches = Watches(client, self._queue.add)
         self._controller = Controller(client, self._watches, settings)
-        metrics.watch_queue(lambda: len(self._queue))
-        metrics.watch_age(lambda: self.age)
-        metrics.watch_endpoints(lambda: len(self._watches.endpoints))
+        if defined is not None:
+            self._watches.defined.append(defined)
+        metrics.watch_loop(lambda: len(self._queue), lambda: self.age, lambda: len(self._watches.endpoints))
 
     @property
     def age(self) -> float:

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.api.crd import NAME
 from tandem.kube import Client, KubeError, connect
 from tandem.operator.process.alone import check_alone
 from tandem.operator.process.leader import Leader, LostLease
@@ -63,8 +64,8 @@ class OperatorConfig:
 async def run(config: OperatorConfig) -> None:
     """Until SIGTERM or SIGINT.
 
-    Raises NoCluster, NotAlone, KubeError (the API server does not answer at the start), LostLease, and
-    OSError where a port is taken or a certificate cannot be read.
+    Raises NoCluster, NotAlone, KubeError (the API server does not answer at the start), and OSError where a
+    port is taken or a certificate cannot be read.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -92,8 +93,10 @@ class _Operator:
         self._client = client
         self._config = config
         self._metrics = Metrics()
-        self._metrics.watch_requests(lambda: client.requests)
+        self._metrics.watch_requests(client.sent)
         self._loop: Loop | None = None
+        self._distrusted = asyncio.Event()
+        """Set where API servers may no longer know our webhooks' certificate."""
         self._started = False
 
     async def run(self) -> None:
@@ -113,26 +116,39 @@ class _Operator:
             if config.leader_elect:
                 await self._lead(namespace)
             else:
-                await self._work()
+                await self._work(self._client)
 
     async def _lead(self, namespace: str) -> None:
+        """Works while it holds the lease. Without it, it stands by: its webhooks are served all the time."""
         leader = Leader(self._client, namespace, LEASE, self._config.identity)
-        await leader.acquire()
-        self._metrics.leads.set(1)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(leader.hold())
-                group.create_task(self._work())
-        except ExceptionGroup as group:
-            lost, others = group.split(LostLease)
-            raise (lost or others or group).exceptions[0] from None
-        finally:
-            self._metrics.leads.set(0)
-            await leader.release()
+        while True:
+            await leader.acquire()
+            self._metrics.leads.set(1)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(leader.hold())
+                    group.create_task(self._work(self._client.guarded(leader.check)))
+            except ExceptionGroup as failures:
+                _, others = failures.split(LostLease)
+                if others:
+                    await leader.release()
+                    raise others.exceptions[0] from None
+                log.warning("%s: stands by", failures.exceptions[0])
+            except asyncio.CancelledError:
+                await leader.release()
+                raise
+            finally:
+                self._loop = None
+                self._metrics.leads.set(0)
 
-    async def _work(self) -> None:
-        self._loop = Loop(self._client, self._config.settings, self._metrics)
+    async def _work(self, client: Client) -> None:
+        self._loop = Loop(client, self._config.settings, self._metrics, self._defined)
         await self._loop.run()
+
+    def _defined(self, name: str) -> None:
+        """Who applies the definition again takes the certificate out of it."""
+        if name == NAME:
+            self._distrusted.set()
 
     def _not_ready(self) -> str | None:
         if not self._started:
@@ -161,7 +177,12 @@ class _Operator:
 
     async def _renew(self, folder: Path, context: ssl.SSLContext, *, own: bool) -> None:
         while True:
-            await asyncio.sleep(CERTIFICATE_SECONDS)
+            try:
+                async with asyncio.timeout(CERTIFICATE_SECONDS):
+                    await self._distrusted.wait()
+            except TimeoutError:
+                pass
+            self._distrusted.clear()
             try:
                 if own:
                     await self._certificate(folder)

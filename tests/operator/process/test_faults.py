@@ -1,0 +1,352 @@
+"""Operators as processes that are killed, frozen and left without an API server, beside Kubernetes' own
+controllers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tandem.api.crd import NAME, crd
+from tandem.kube import Object
+from tandem.kube import resources as kinds
+from tandem.operator import render
+from tandem.operator.process.alone import HYPERPOD_DEPLOYMENT
+from tandem.operator.process.leader import GIVE_UP_SECONDS, LEASE_SECONDS, RENEW_SECONDS
+
+from ...api.conftest import _assets, _free_ports
+from ..endpoints import SETTINGS, endpoint
+from .plane import Cluster, Operator, Plane, cluster, plane, until
+
+pytestmark = pytest.mark.timeout(400)  # the first one waits for the servers
+
+TAKEN_OVER_SECONDS = LEASE_SECONDS + 2 * RENEW_SECONDS + 15
+"""In the worst case, on a machine that is busy."""
+
+
+@pytest.fixture(scope="module")
+def one_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    with plane(_assets(), tmp_path_factory.mktemp("plane")) as made:
+        yield made
+
+
+@pytest.fixture
+async def kube(one_plane: Plane) -> AsyncIterator[Cluster]:
+    async with cluster(one_plane) as made:
+        yield made
+
+
+@pytest.fixture
+async def namespace(kube: Cluster, request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    name = f"t{abs(hash(request.node.name)) % 10**10}"
+    await kube.namespace(name)
+    yield name
+    await kube.kubectl("delete", "namespace", name, "--wait=false")
+    for found in await kube.endpoints(name):
+        patch = ("--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+        await kube.kubectl("patch", "iec", found["metadata"]["name"], "-n", name, *patch)
+
+
+def wanted(namespace: str, *names: str) -> set[str]:
+    """The objects of such endpoints."""
+    return {
+        f"{o['kind']}/{o['metadata']['name']}"
+        for name in names
+        for o in render(
+            endpoint("dpd-huggingface", {"metadata.namespace": namespace, "metadata.name": name}), SETTINGS
+        ).objects
+    }
+
+
+def versions(objects: dict[str, Object]) -> dict[str, str]:
+    return {name: found["metadata"]["resourceVersion"] for name, found in objects.items()}
+
+
+def written(objects: dict[str, Object]) -> dict[str, object]:
+    """What there is of the operators' own writing, and how often it was another."""
+    return {
+        name: (o["metadata"].get("generation"), o.get("spec"), o.get("data")) for name, o in objects.items()
+    }
+
+
+def deployments(objects: dict[str, Object]) -> int:
+    return sum(name.startswith("Deployment/") for name in objects)
+
+
+NAMES = [f"e{number}" for number in range(6)]
+
+
+async def test_what_one_operator_has_begun_when_it_is_killed_the_next_one_finishes(
+    kube: Cluster, namespace: str
+) -> None:
+    for name in NAMES:
+        await kube.apply(namespace, name)
+
+    async def midway() -> bool:
+        return deployments(await kube.objects(namespace)) >= 2
+
+    with kube.plane.operator("--no-leader-elect") as first:
+        await until("some deployments", midway)
+        first.kill()
+    begun = await kube.objects(namespace)
+    assert begun.keys() < wanted(namespace, *NAMES), "it was killed under way"
+    with kube.plane.operator("--no-leader-elect"):
+
+        async def whole() -> bool:
+            return (await kube.objects(namespace)).keys() >= wanted(namespace, *NAMES)
+
+        await until("all objects", whole)
+
+        async def told() -> bool:
+            return all(await kube.states(namespace))
+
+        await until("their states", told)
+    found = await kube.objects(namespace)
+    assert found.keys() == wanted(namespace, *NAMES)
+    for name, there in begun.items():
+        assert found[name]["metadata"]["uid"] == there["metadata"]["uid"], "none was made twice"
+
+
+@pytest.mark.slow
+async def test_of_two_operators_the_other_goes_on_when_one_is_killed(kube: Cluster, namespace: str) -> None:
+    with kube.plane.operator(name="one") as one:
+        await until("one leads", one.leads)
+        with kube.plane.operator(name="two") as two:
+            await until("two stands by", lambda: "waiting" in two.log)
+            await kube.apply(namespace, "a")
+
+            async def made(name: str) -> bool:
+                return (await kube.objects(namespace)).keys() >= wanted(namespace, name)
+
+            await until("the objects", lambda: made("a"))
+            writes = two.requests()
+            assert (writes["patch"], writes["create"], writes["delete"]) == (0, 0, 0)
+            one.kill()
+            assert await until("two leads", two.leads, TAKEN_OVER_SECONDS) > LEASE_SECONDS - RENEW_SECONDS - 3
+            await kube.apply(namespace, "b")
+            await until("the objects", lambda: made("b"))
+
+
+@pytest.mark.slow
+async def test_an_operator_that_is_told_to_end_leaves_the_lease_to_the_next_at_once(
+    kube: Cluster, namespace: str
+) -> None:
+    with kube.plane.operator(name="one") as one:
+        await until("one leads", one.leads)
+        with kube.plane.operator(name="two") as two:
+            await until("two stands by", lambda: "waiting" in two.log)
+            one.process.terminate()
+            assert one.process.wait(20) == 0
+            await until("two leads", two.leads, LEASE_SECONDS - 3)
+
+
+@pytest.mark.slow
+async def test_a_leader_that_was_frozen_writes_nothing_after_another_took_over(
+    kube: Cluster, namespace: str
+) -> None:
+    with kube.plane.operator(name="one") as one:
+        await until("one leads", one.leads)
+        for name in NAMES:
+            await kube.apply(namespace, name)
+
+        async def midway() -> bool:
+            return deployments(await kube.objects(namespace)) >= 2
+
+        await until("some deployments", midway)
+        one.freeze()
+        assert (await kube.objects(namespace)).keys() < wanted(namespace, *NAMES), "frozen under way"
+        with kube.plane.operator(name="two") as two:
+            await until("two leads", two.leads, TAKEN_OVER_SECONDS)
+            for name in NAMES:  # what the first one has in mind is out of date now
+                await kube.patch(namespace, name, {"pdSpec": {"decodingSpec": {"replicas": 3}}})
+
+            async def scaled() -> bool:
+                found = await kube.objects(namespace)
+                decoders = [found.get(f"Deployment/decode-{name}", {}) for name in NAMES]
+                return all(d.get("spec", {}).get("replicas") == 3 for d in decoders) and (
+                    found.keys() == wanted(namespace, *NAMES)
+                )
+
+            await until("three decoders each", scaled)
+            await resting(two)
+            before = written(await kube.objects(namespace))
+            one.thaw()
+            await until("one stands by", lambda: "stands by" in one.log)
+            assert "nothing is written" in one.log
+            await resting(two)
+            assert written(await kube.objects(namespace)) == before
+            assert not one.leads()
+            two.kill()
+            await until("one leads again", one.leads, TAKEN_OVER_SECONDS)
+
+
+async def resting(operator: Operator) -> None:
+    """Until it has sent nothing but what holds the lease for two seconds."""
+
+    async def rests() -> bool:
+        before = operator.requests()
+        await asyncio.sleep(2)
+        now = operator.requests()
+        return bool(now) and all(now[verb] == before[verb] for verb in ("patch", "create", "delete", "list"))
+
+    await until("rest", rests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--leader-elect", "--no-leader-elect"])
+async def test_an_api_server_that_is_away_for_longer_than_the_lease_is_outlived(
+    kube: Cluster, namespace: str, flag: str
+) -> None:
+    """The version from which a watch would go on is unknown to the new server (410): it is listed anew."""
+    with kube.plane.operator(flag) as operator:
+        await kube.apply(namespace, "a")
+
+        async def made() -> bool:
+            return (await kube.objects(namespace)).keys() >= wanted(namespace, "a")
+
+        await until("the objects", made)
+        await resting(operator)
+        before = versions(await kube.objects(namespace))
+        away = kube.plane.server.away()
+        await asyncio.to_thread(away.__enter__)
+        await asyncio.sleep(GIVE_UP_SECONDS + 4)
+        assert operator.process.poll() is None
+        assert operator.leads() == (False if flag == "--leader-elect" else operator.leads())
+        await asyncio.to_thread(away.__exit__, None, None, None)
+        await kube.patch(namespace, "a", {"pdSpec": {"decodingSpec": {"replicas": 2}}})
+
+        async def scaled() -> bool:
+            return bool((await kube.objects(namespace))["Deployment/decode-a"]["spec"]["replicas"] == 2)
+
+        await until("two decoders", scaled, 45)
+        assert operator.process.poll() is None
+        if flag == "--no-leader-elect":
+            assert "they are listed anew" in operator.log
+        await resting(operator)
+        after = versions(await kube.objects(namespace))
+        deployed = {name for name in after if name.startswith("Deployment/")}
+        budgets = {name for name in after if name.startswith("PodDisruptionBudget/")}  # a controller's
+        changed = {name for name in after if after[name] != before[name]} - deployed - budgets
+        assert not changed, "what was as it should be was not written again"
+        assert "Traceback" not in operator.log
+
+
+@pytest.mark.slow
+async def test_a_namespace_that_is_deleted_goes_with_what_its_endpoints_have_elsewhere(
+    kube: Cluster, namespace: str
+) -> None:
+    with kube.plane.operator("--no-leader-elect") as operator:
+        for name in NAMES:
+            await kube.apply(namespace, name)
+
+        async def some() -> bool:
+            return deployments(await kube.objects(namespace)) >= 4
+
+        await until("some deployments", some)
+        before = operator.requests()
+        await kube.kubectl("delete", "namespace", namespace, "--wait=false")
+
+        async def gone() -> bool:
+            found = await kube.client.get(kinds.NAMESPACE, namespace)
+            return found is None and not await kube.objects(namespace)
+
+        await until("the namespace to go", gone, 90)
+        await resting(operator)
+        sent = {verb: count - before[verb] for verb, count in operator.requests().items()}
+        assert sent["patch"] < 40 * len(NAMES), "it does not try for ever"
+        assert sent["create"] < 10 * len(NAMES)
+        assert "Traceback" not in operator.log
+    await kube.namespace(namespace)  # for the fixture
+
+
+async def ended(operator: Operator) -> tuple[int, str]:
+    code = await asyncio.to_thread(operator.process.wait, 60)
+    return code, operator.log
+
+
+async def test_a_definition_of_another_owner_is_not_worked_on_unless_told_to(
+    kube: Cluster, namespace: str
+) -> None:
+    patch = '{"metadata":{"labels":{"app.kubernetes.io/name":"hyperpod"}}}'
+    await kube.kubectl("patch", "crd", NAME, "--type=merge", "-p", patch)
+    try:
+        with kube.plane.operator() as operator:
+            code, said = await ended(operator)
+            assert code == 3
+            assert f"the definition {NAME} belongs to another owner" in said
+            assert "--take-over" in said
+            assert "Traceback" not in said
+        with kube.plane.operator("--take-over", "--no-leader-elect") as operator:
+            await kube.apply(namespace, "a")
+
+            async def made() -> bool:
+                return (await kube.objects(namespace)).keys() >= wanted(namespace, "a")
+
+            await until("the objects", made)
+    finally:
+        await asyncio.to_thread(kube.plane.server.install, crd())
+
+
+async def test_beside_another_operator_it_does_not_work_unless_told_to(kube: Cluster, namespace: str) -> None:
+    labels = {"control-plane": "controller-manager"}
+    theirs = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": HYPERPOD_DEPLOYMENT, "namespace": namespace, "labels": labels},
+        "spec": {
+            "replicas": 0,
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {"containers": [{"name": "manager", "image": "x"}]},
+            },
+        },
+    }
+    await kube.client.create(theirs, kinds.DEPLOYMENT, manager="helm")
+    system = f"--system-namespace={namespace}"
+    with kube.plane.operator(system) as operator:
+        code, said = await ended(operator)
+        assert code == 3
+        assert f"another operator is installed: Deployment {namespace}/{HYPERPOD_DEPLOYMENT}" in said
+        assert "--take-over" in said
+    with kube.plane.operator(system, "--take-over") as operator:
+        await until("it leads", operator.leads)
+
+
+@pytest.mark.slow
+async def test_without_a_definition_it_says_what_to_do(kube: Cluster, namespace: str) -> None:
+    await kube.kubectl("delete", "crd", NAME)
+    try:
+        with kube.plane.operator() as operator:
+            code, said = await ended(operator)
+            assert code == 3
+            assert "tandem crd | kubectl apply" in said
+    finally:
+        await asyncio.to_thread(kube.plane.server.install, crd())
+
+
+@pytest.mark.slow
+async def test_the_webhooks_certificate_comes_back_into_a_definition_that_is_applied_again(
+    kube: Cluster, namespace: str
+) -> None:
+    async def conversion() -> str:
+        definition = await kube.client.get(kinds.DEFINITION, NAME)
+        assert definition is not None
+        return str(definition["spec"]["conversion"]["strategy"])
+
+    async def by_webhook() -> bool:
+        return await conversion() == "Webhook"
+
+    definition = crd()
+    try:
+        with kube.plane.operator(f"--webhook-port={_free_ports(1)[0]}") as operator:
+            await until("it leads", operator.leads)
+            await until("the certificate", by_webhook)
+            await until("its watches", lambda: "watching" in operator.log)
+            await asyncio.to_thread(kube.plane.server.install, definition)
+            assert await by_webhook(), "who applies it leaves the conversion alone"
+            await kube.kubectl("replace", "-f", "-", stdin=definition)
+            await until("the certificate", by_webhook)
+    finally:
+        await kube.kubectl("replace", "-f", "-", stdin=definition)
