@@ -44,6 +44,12 @@ class ApiError(KubeError):
         return self.status in (400, 403, 405, 413, 415, 422)
 
     @property
+    def terminating(self) -> bool:
+        """Nothing can be made in the namespace any more: it is being deleted."""
+        causes = self.details.get("causes") or ()
+        return any(cause.get("reason") == "NamespaceTerminating" for cause in causes)
+
+    @property
     def busy(self) -> bool:
         """The API server is overloaded, on its way down or up: any other request would fare no better."""
         return self.status in (429, 503, 504)

@@ -137,6 +137,10 @@ class Controller:
             try:
                 await self._owned.make(thing, ours)
             except Refused as error:
+                if error.terminating:
+                    # All that is there goes, and each that goes brings the endpoint back here.
+                    refused = [f"namespace {thing['metadata']['namespace']} is being deleted"]
+                    break
                 refused.append(str(error))
             except ApiError as error:
                 if error.busy:

@@ -52,10 +52,12 @@ class Writer(Protocol):
 class Refused(Exception):
     """An object cannot be made as it is desired, whatever is tried."""
 
-    def __init__(self, desired: Object, message: str) -> None:
+    def __init__(self, desired: Object, message: str, *, terminating: bool = False) -> None:
+        """`terminating`: its namespace is being deleted."""
         self.kind: str = desired["kind"]
         self.name: str = desired["metadata"]["name"]
         self.message = message
+        self.terminating = terminating
         super().__init__(f"{self.kind} {self.name}: {message}")
 
 
@@ -140,7 +142,7 @@ class Owned:
             return await self._client.apply(desired, resource, manager=MANAGER)
         except ApiError as error:
             if error.final:
-                raise Refused(desired, error.message) from error
+                raise Refused(desired, error.message, terminating=error.terminating) from error
             raise
 
     def _left(self, resource: Resource, key: Key, wanted: bytes, made: Object, shown: Object | None) -> None:
