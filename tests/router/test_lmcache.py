@@ -301,8 +301,8 @@ def test_an_ipv6_decoder_is_named_without_brackets() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lmcache_buffer_chunks": None}, "--lmcache-buffer-chunks: is needed with --connector lmcache"),
-        ({"lmcache_receivers": ()}, "--lmcache-receivers: 0 are given for 2 decode engines"),
+        ({"lmcache_buffer_chunks": None}, "--connector lmcache: needs --lmcache-buffer-chunks"),
+        ({"lmcache_receivers": ()}, "--connector lmcache: needs --lmcache-receivers"),
         ({"lmcache_receivers": ("h:1:2",)}, "--lmcache-receivers: 1 are given for 2 decode engines"),
         ({"lmcache_receivers": ("1:2",) * 3}, "--lmcache-receivers: 3 are given for 2 decode engines"),
     ],

@@ -11,8 +11,10 @@ from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.groups import NOBODY, Candidates, Group, answering, in_use, may_pair
 from tandem.router.reported import count
 
+_MANY = 200
+"""Engines from which on changes may be worked out together: of fewer each counts at once."""
 _COSTLY = 0.005
-"""Seconds to work out a change from which on several are worked out together."""
+"""Seconds that working out a change takes where that is done."""
 _SHARE = 10
 """That takes at most one part in so many of the time."""
 
@@ -38,13 +40,13 @@ class Fleet:
         pairing: Sequence[str] = (),
         ramp_up: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        timer: Callable[[], float] = time.perf_counter,
+        timer: Callable[[], float] = time.thread_time,
         defer: Defer | None = None,
     ) -> None:
         """`suspect_after`: failures in a row. `survives_decoder_restart`: see `connectors.base.Connector`.
         `pairing`: labels in which the engines of a pair must agree. `ramp_up`: see `groups.Candidates`.
-        `timer` tells what working out a change takes (an event loop's clock stands still meanwhile); without
-        `defer` each is worked out at once."""
+        `timer` tells what working out a change takes, in seconds of CPU; without `defer` none waits for
+        others."""
         self._suspect_after = suspect_after
         self._survives_decoder_restart = survives_decoder_restart
         self._pairing = pairing
@@ -249,7 +251,8 @@ class Fleet:
         begun = self._timer()
         self._sort()
         taken = self._timer() - begun
-        self._next = self._clock() + taken * _SHARE if taken >= _COSTLY else float("-inf")
+        costly = len(self.engines) >= _MANY and taken >= _COSTLY
+        self._next = self._clock() + taken * _SHARE if costly else float("-inf")
         self._tell()
 
     def _sort(self) -> None:
