@@ -60,6 +60,7 @@ class Fleet:
 
     def remove(self, engine: Engine) -> None:
         self.engines.remove(engine)
+        engine.left = True
         for listener in self._followers:
             listener(engine, False)
         self._met = {pair: lives for pair, lives in self._met.items() if engine not in pair}

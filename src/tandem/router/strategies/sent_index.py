@@ -65,6 +65,8 @@ class SentIndex:
 
     def sent(self, prompt: Prompt, engine: Engine) -> None:
         self._tidy()
+        if engine.left:  # its last requests end after it has left, and nothing would forget them
+            return
         spans = self._spans(prompt, whole=True)
         if not spans:
             return
@@ -85,7 +87,8 @@ class SentIndex:
             self._forget(self._leaving[-1] if self._leaving else self._fullest(), _AT_ONCE)
 
     def gone(self, engine: Engine) -> None:
-        """Forget an engine; its spans go little by little, so that nothing has to wait for it."""
+        """Forget an engine; its spans go little by little, so that nothing has to wait for it. It may come
+        back, unless it has left."""
         known = self._engines.pop(engine, None)
         self._masks.clear()
         if known is not None:
@@ -138,7 +141,8 @@ class SentIndex:
     def _mask(self, candidates: Sequence[Engine]) -> int:
         mask = 0
         for engine in candidates:
-            mask |= self._of(engine).bit
+            if not engine.left:
+                mask |= self._of(engine).bit
         return mask
 
     def _limit(self, engine: Engine) -> int:
