@@ -15,7 +15,7 @@ from tandem.config import RouterConfig
 from tandem.router.budgets import Budgets, Reservation, possible
 from tandem.router.classify import UNCOUNTED, why_decode_only
 from tandem.router.connectors import Claim, Connector
-from tandem.router.counting import Counter
+from tandem.router.counting import Counter, OverContext
 from tandem.router.engines import Engine, EngineRole
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.explain import scores
@@ -92,7 +92,10 @@ class Choosing:
             raise self.not_ready(job)
         matters = decode_only is None and threshold > 0 and self.group(job).prefillers_exist
         if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
-            job.prompt = await self._counter.count(job.api, job.body)
+            try:
+                job.prompt = await self._counter.count(job.api, job.body)
+            except OverContext:
+                job.reason = Reason.OVER_CONTEXT
         job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
         if self._strategy.reads_prompts:
             for _ in job.prompt.chaining(self._config.kv_block_size):
@@ -100,6 +103,11 @@ class Choosing:
         if decode_only is not None:
             job.reason = decode_only
             logger.info("Conditional routing: reason=%s, disaggregate=False", job.reason)
+            return
+        if job.reason == Reason.OVER_CONTEXT:
+            logger.info(
+                "Conditional routing: estimated_tokens=not counted, reason=%s, disaggregate=False", job.reason
+            )
             return
         tokens = effective = job.prompt.tokens
         group = self.group(job)
@@ -178,7 +186,9 @@ class Choosing:
         job.prefill_choice = None
         if take:
             self._log_choices(job)
-            if job.reason != Reason.DOUBTFUL and not self._over_context(job):  # which are not computed
+            if job.reason not in (Reason.DOUBTFUL, Reason.OVER_CONTEXT) and not self._over_context(
+                job
+            ):  # which are not computed
                 chooser.sent(job.prompt, made.engine)
         return made.engine
 
