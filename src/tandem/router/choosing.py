@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 from tandem.config import RouterConfig
 from tandem.router.budgets import Budgets, Reservation, possible
-from tandem.router.classify import UNCOUNTED, why_decode_only
+from tandem.router.classify import UNCOUNTED
 from tandem.router.connectors import Claim, Connector
 from tandem.router.counting import Counter, OverContext
 from tandem.router.engines import Engine, EngineRole
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.explain import scores
+from tandem.router.facts import decode_only_of
 from tandem.router.fleet import Fleet
 from tandem.router.groups import NOBODY, Candidates, Group
 from tandem.router.job import Job, Path, Reason
@@ -86,7 +87,7 @@ class Choosing:
 
         Raises ApiError where no engine can serve it now, or the prompt cannot be counted."""
         threshold = self._config.routing_threshold
-        decode_only = why_decode_only(job.api, job.body)
+        decode_only = decode_only_of(job.api, job.body)
         job.expected_output = self.outputs.expect(job.max_tokens)
         if not self.group(job).decoders:
             raise self.not_ready(job)

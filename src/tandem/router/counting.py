@@ -128,9 +128,10 @@ class Counter:
                 logger.debug("count by the engine: %s", reason)
             except BadPrompt as error:
                 raise ApiError(400, str(error), param=error.param, quotes=True) from None
-        if api is Api.COMPLETIONS and isinstance(ids := body.get("prompt"), list):
-            kept = _kept(len(ids), body)  # ids already, which /tokenize does not take
-            return Prompt(kept, ids if kept == len(ids) else None)
+        if api is Api.COMPLETIONS and (count := body.ids) is not None:
+            kept = _kept(count, body)  # ids already, which /tokenize does not take
+            whole = kept == count and body.facts is None
+            return Prompt(kept, body.get("prompt") if whole else None)
         decoders = sorted(group.decoders.all, key=lambda e: e.in_flight)
         if not decoders:
             raise unavailable("No engine is ready to count the prompt.")
@@ -237,7 +238,7 @@ class Counter:
     async def _tokenize(self, engine: Engine, api: Api, body: Body) -> _Tokenized:
         """As `_count_on`, without regard to what the request wants kept."""
         wanted = _TOKENIZE_FIELDS[api]
-        template = {n: body.get(n) for n in _AS_TEMPLATE_ARGUMENTS if body.get(n) is not None}
+        template = {n: msgspec.Raw(body.raw(n)) for n in _AS_TEMPLATE_ARGUMENTS if body.given(n)}
         given = body.get("chat_template_kwargs")
         if template and isinstance(given, dict | None):
             changes = {"chat_template_kwargs": {**template, **(given or {})}}

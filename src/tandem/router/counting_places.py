@@ -138,8 +138,4 @@ def _is_large(api: Api, body: Body, large: int) -> bool:
     if size >= large:
         return True
     # A number is an object, so a list of ids costs many times what a text of its size does.
-    return (
-        api is Api.COMPLETIONS
-        and size * _IDS_COST >= large
-        and body.picked(("prompt",)).startswith(b'{"prompt":[')
-    )
+    return api is Api.COMPLETIONS and size * _IDS_COST >= large and body.ids is not None
