@@ -32,7 +32,7 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 
 @pytest.fixture
 async def reading() -> AsyncIterator[Reading]:
-    reading = Reading()
+    reading = Reading(patience=60)
     yield reading
     await reading.aclose()
 

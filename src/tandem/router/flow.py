@@ -208,7 +208,7 @@ class Flow:
         sent = self._clock()
         job.prefills += 1
         await handover.prefill(
-            to_engine(job.request, engine_request_id(job.id)),
+            to_engine(job.request, engine_request_id(job.id), job.rank(job.prefill_choice)),
             tokens=max(0, job.tokens - (job.prefill_choice.hit_tokens if job.prefill_choice else 0)),
             timeout=self._config.patience(
                 self._config.prefill_timeout, prefiller.pending_tokens + job.tokens

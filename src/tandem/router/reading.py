@@ -29,11 +29,12 @@ _FACTS = msgspec.json.Decoder(Facts)
 
 
 class Reading:
-    def __init__(self, process: CountingProcess | None = None) -> None:
+    def __init__(self, process: CountingProcess | None = None, *, patience: float = 10.0) -> None:
+        """`patience`: seconds that a request waits for its body to be read."""
         self._process = process or CountingProcess(
             b"{}",
             command=_COMMAND,
-            limits=Limits(waiting=64),
+            limits=Limits(patience=patience, waiting=64),
             name="the reading process",
             meanwhile="bodies of more than 1 MiB get a 503",
             waits=True,
