@@ -242,7 +242,7 @@ class _LocalCounter:
         self.off = off
         self.fails = fails
 
-    def chat(self, body: Mapping[str, Any]) -> Tokens:
+    def chat(self, body: Mapping[str, Any], most: int = 0) -> Tokens:
         return self._count(body.get("messages"))
 
     def completion(self, body: Mapping[str, Any]) -> Tokens:

@@ -309,3 +309,28 @@ async def test_ids_are_told_from_other_lists_without_decoding_them(prompt: str) 
 async def test_other_lists_are_served_by_a_decoder_alone(prompt: str) -> None:
     body = Body.parse(b'{"prompt": %b}' % prompt.encode())
     assert why_decode_only(Api.COMPLETIONS, body) == "prompt_list"
+
+
+async def test_an_engine_that_counts_otherwise_and_leaves_is_asked_no_more(box: Box) -> None:
+    """Its models' prompts are counted here again: what is worked out follows the fleet, also for a request
+    that names no model."""
+    other = Answers("other")
+    async with engines(other):
+        local = local_counter()
+        counter = await box.checked(local)
+        odd = Engine(other.url, EngineRole.DECODE, Origin.parse(other.url))
+        other.tokenize = 200, b'{"count": 1}'
+        box.fleet.add(odd)
+        box.fleet.prove(odd, [{"id": "n"}])
+        await counter.check(odd, "n")
+        other.tokenize = None
+        asks = len(box.fake.tokenized) + len(other.tokenized)
+        for model, asked in (("m", 0), ("n", 1), (None, 2)):
+            body = {"prompt": "abc", **({"model": model} if model else {})}
+            await counter.count(Api.COMPLETIONS, Body.parse(json.dumps(body).encode()))
+            assert len(box.fake.tokenized) + len(other.tokenized) - asks == asked
+        box.fleet.remove(odd)
+        for body in ({"prompt": "abc"}, {"prompt": "abc", "model": "n"}):
+            await counter.count(Api.COMPLETIONS, Body.parse(json.dumps(body).encode()))
+        assert len(box.fake.tokenized) + len(other.tokenized) - asks == 2
+        assert counter.differing == {}

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +21,11 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tandem.config import RouterConfig
-from tandem.prompt import BadPrompt, NotExact
+from tandem.prompt import BadPrompt, NotExact, TooLong
+from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting_frames import Kind, header
+from tandem.router.counting_places import InLoop
 from tandem.router.counting_process import CountingProcess, Limits, Unavailable, Unusable
 from tandem.router.errors import ApiError
 from tandem.router.local_counter import load_counter
@@ -73,7 +76,7 @@ def config(model: Path) -> RouterConfig:
 
 @pytest.fixture
 async def process(config: RouterConfig) -> AsyncIterator[CountingProcess]:
-    async with CountingProcess(config, limits=Limits(patience=60)) as process:
+    async with CountingProcess(config, limits=Limits(patience=60, huge=2**22)) as process:
         yield process
 
 
@@ -340,7 +343,7 @@ async def test_who_waits_too_long_or_finds_a_full_queue_is_left_to_an_engine(con
         with pytest.raises(Unavailable, match="2 prompts wait"):
             await process.count(Api.COMPLETIONS, b"{}")
         for task in waiting:
-            with pytest.raises(Unavailable, match="no count within"):
+            with pytest.raises(Unavailable, match="no answer of the counting process within"):
                 await task
 
 
@@ -373,6 +376,7 @@ ROUTER = """
 import asyncio, json, sys
 from tandem.config import RouterConfig
 from tandem.router.classify import Api
+from tandem.router.counting_places import InLoop
 from tandem.router.counting_process import CountingProcess
 
 async def main():
@@ -411,3 +415,110 @@ def test_signals_to_the_whole_group_are_the_routers_business(config: RouterConfi
             assert await child_of(process) == pid
 
     asyncio.run(run())
+
+
+async def test_small_prompts_do_not_wait_for_a_huge_one(config: RouterConfig) -> None:
+    """It is counted in a process of its own, which is there once it is needed."""
+    async with CountingProcess(config, limits=Limits(patience=60, huge=100_000)) as process:
+        pid = await child_of(process)
+        assert process._huge is None
+        huge = asyncio.create_task(process.count(Api.COMPLETIONS, body(prompt=text(150_000))))
+        small = [await process.count(Api.COMPLETIONS, body(prompt="the fox")) for _ in range(20)]
+        assert not huge.done()
+        assert [len(ids) for ids in small] == [2] * 20
+        assert len(await huge) == 150_000
+        other = process._huge.pid if process._huge is not None else None
+        assert other not in (None, pid)
+    assert other is not None
+    assert gone(other)
+    assert gone(pid)
+
+
+async def test_only_a_few_huge_prompts_wait(config: RouterConfig) -> None:
+    never = fake("frame(); sys.stdin.buffer.read()")
+    limits = Limits(patience=0.5, longest=30, huge=10, huge_waiting=2)
+    async with CountingProcess(config, command=never, limits=limits) as process:
+        waiting = [asyncio.create_task(process.count(Api.COMPLETIONS, b"0123456789")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="2 prompts wait for the counting process of huge bodies"):
+            await process.count(Api.COMPLETIONS, b"0123456789")
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def nested(depth: int, leaves: int) -> dict[str, Any]:
+    """Tools whose parameters are nested deeply: a few kilobytes of JSON, megabytes when they are indented."""
+    inner: Any = [1] * leaves
+    for _ in range(depth):
+        inner = [inner]
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"p": inner}}}]}
+
+
+CHAT = {"messages": [{"role": "user", "content": "the fox"}]}
+
+
+@pytest.fixture
+def indenting(model: Path, tmp_path: Path) -> RouterConfig:
+    """A model whose template prints tools with an indent."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }}<|end|>{% endfor %}{{ tools | tojson(indent=4) }}"
+    )
+    return RouterConfig(decode=("http://127.0.0.1:1",), model_path=str(model), chat_template=str(template))
+
+
+async def test_what_a_template_makes_much_of_is_counted_elsewhere_and_alike(indenting: RouterConfig) -> None:
+    local = load_counter(indenting)
+    assert local is not None
+    async with CountingProcess(indenting, limits=Limits(patience=60)) as process:
+        place = InLoop(local, process, 65_536)
+        for depth, leaves, there in ((3, 20, 0), (50, 1000, 1), (200, 3000, 2)):
+            sent = body(**CHAT, **nested(depth, leaves))
+            assert len(sent) < 65_536
+            before = counted_by(process)
+            ids = await place.count(Api.CHAT, Body.parse(sent))
+            asked = [after - b for after, b in zip(counted_by(process), before, strict=True)]
+            assert asked == [int(there > 0), int(there > 1)]
+            assert list(ids) == local.chat(json.loads(sent)).ids
+
+
+def counted_by(process: CountingProcess) -> tuple[int, int]:
+    """How many answers it, and the one for what is huge, have given."""
+    return process.answers, process._huge.answers if process._huge is not None else 0
+
+
+@pytest.mark.parametrize("field", ["tools", "documents", "chat_template_kwargs", "tool_calls"])
+def test_what_would_be_rendered_without_end_is_refused_soon_and_says_so(
+    model: Path, tmp_path: Path, field: str
+) -> None:
+    inner: Any = [1] * 15_000
+    for _ in range(400):
+        inner = [inner]
+    template, fields = "{{ tools | tojson(indent=4) }}", dict(CHAT)
+    match field:
+        case "tools":
+            fields |= nested(400, 15_000)
+        case "documents":
+            template = "{% for i in range(99) %}{{ documents | tojson }}{% endfor %}"
+            fields["documents"] = [{"text": "x" * 200_000}]  # type: ignore[list-item]
+        case "chat_template_kwargs":
+            template = "{{ more | tojson(indent=4) }}"
+            fields["chat_template_kwargs"] = {"more": inner}  # type: ignore[assignment]
+        case _:
+            call = {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "f", "arguments": json.dumps({"a": inner})},
+            }
+            template = "{{ messages | tojson(indent=4) }}"
+            fields["messages"] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    config = RouterConfig(decode=("http://127.0.0.1:1",), model_path=str(model), chat_template=str(path))
+    local = load_counter(config)
+    assert local is not None
+    with pytest.raises(BadPrompt, match="makes more than 16777216 characters"):
+        local.chat(fields)
+    started = time.thread_time()
+    with pytest.raises(TooLong):
+        local.chat(fields, 131_072)
+    assert time.thread_time() - started < 0.1, "what the loop gives up costs it little"

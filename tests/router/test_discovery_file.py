@@ -134,6 +134,10 @@ BAD = {
         "line 7: engines[1].kvEvents.ranks: 'two' is not a whole number"
     ),
     TWO + "    kvEvents: {endpoint: 'tcp://*:1', ranks: 0}": "line 7: engines[1].kvEvents: 0 ranks",
+    TWO.replace("    role: prefill", "    role: prefill\n    kvEvents: {endpoint: 'tcp://h:1', ranks: 2}")
+    + "    kvEvents: {endpoint: 'tcp://h:2'}": (
+        "line 6: engines[1].kvEvents: its KV events would be followed at tcp://h:2, as those of engines[0]"
+    ),
     TWO + "    kvEvents: {endpont: 'tcp://*:1'}": "did you mean endpoint?",
     "&a [*a]": "line 1: the file: must be a mapping",
     "[" * 100_000: "not YAML or JSON",

@@ -297,3 +297,26 @@ async def test_requests_are_spread_over_engines_in_turn(start: Start) -> None:
         await endpoint.post(LONG)
     assert [len(e.requests) for e in endpoint.prefill] == [4, 4]
     assert [len(e.requests) for e in endpoint.decode] == [4, 4]
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_what_no_engine_can_take_is_not_counted_and_gets_an_engines_own_answer(
+    start: Start, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tokenize it might take minutes; the engines' context, where they tell it, bounds what is counted."""
+    monkeypatch.setattr("tandem.router.counting._LONGEST", 100)
+
+    def short(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+        for fake in (*prefill, *decode):
+            fake.cards = [{"id": "m", **({"max_model_len": 100} if known else {})}]
+            fake.on_generate = broken(400)
+
+    endpoint = await start(before=short)
+    asks = len(endpoint.decode[0].tokenized)
+    for characters, counted in ((3000, 1), (3300, 0)):
+        answer = await endpoint.post({"model": "m", "prompt": "x" * characters})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "engine says 400")
+        assert len(endpoint.decode[0].tokenized) - asks == counted
+        asks = len(endpoint.decode[0].tokenized)
+    assert endpoint.prefill[0].requests == [] if known else len(endpoint.prefill[0].requests) == 1
+    assert (await endpoint.outcomes())["decode_only", "over_context", "rejected"] == 1 + known

@@ -21,8 +21,10 @@ import zmq.asyncio
 from tandem.config import Subscription
 from tandem.http import Origin
 from tandem.router.engines import Engine, EngineRole
-from tandem.router.kv_events import Subscriber
-from tandem.router.strategies import KvIndex, Prompt, Space
+from tandem.router.fleet import Fleet
+from tandem.router.knowledge import Knowledge
+from tandem.router.kv_events import SharedEndpoint, Subscriber
+from tandem.router.strategies import KvAware, KvIndex, KvPrefixes, Prompt, Space
 from tandem.sim.blocks import BlockPool, HashChain
 from tandem.sim.events import EventsConfig, Publisher
 
@@ -315,6 +317,25 @@ async def test_a_batch_that_cannot_be_read_is_passed_over(tmp_path: Path, router
         assert router.subscriber.unread == 1
 
 
+@pytest.mark.parametrize("junk", [[b"", b"x"], [b"", bytes(8), b"junk"], [b"", b"short", b"junk"]])
+async def test_messages_that_are_no_batches_are_counted_and_doubted(
+    tmp_path: Path, router: Router, junk: list[bytes]
+) -> None:
+    """The engine says nothing that can be read: it must not pass for one that holds nothing."""
+    prefixes = KvPrefixes(router.index)
+    async with cache(tmp_path) as engine:
+        router.subscriber.add(router.engine, subscription(tmp_path))
+        await until(lambda: router.subscriber.idle and bool(router.index.ranks(router.engine)))
+        while not router.subscriber.unread:
+            engine.publisher._publish.send_multipart(junk)
+            await asyncio.sleep(0.01)
+        assert prefixes.doubt(router.engine) in ("unread", "joined_late")
+        for i in range(100):
+            engine.compute([i] * 20)
+        await until(lambda: prefixes.doubt(router.engine) is None)
+        await until(lambda: router.expects([99] * 20) == 16)
+
+
 async def test_the_loop_turns_between_pieces_of_work(tmp_path: Path) -> None:
     """By a clock on which each piece takes longer than a slice."""
     index, ticks = KvIndex(), itertools.count()
@@ -394,6 +415,52 @@ async def test_an_endpoint_that_cannot_be_followed_leaves_nothing_behind(
     await asyncio.sleep(0)
     assert router.subscriber.idle
     assert not router.index.ranks(router.engine)
+
+
+def engine_at(url: str, events: Subscription | None = None) -> Engine:
+    return Engine(url, EngineRole.PREFILL, Origin.parse(url), kv_events=events)
+
+
+async def test_what_is_heard_at_one_endpoint_is_taken_for_one_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Discovery may find engines that are all said to publish at one address. The first is followed; when it
+    leaves, the next."""
+    caplog.set_level("INFO")
+    fleet, index = Fleet(), KvIndex()
+    knowledge = Knowledge(fleet, index, KvAware(KvPrefixes(index)))
+    first, second, third = (engine_at(f"http://e{i}:1", subscription(tmp_path)) for i in range(3))
+    async with cache(tmp_path) as engine:
+        for each in (first, second, third):
+            fleet.add(each)
+        assert caplog.text.count("are not followed") == 2
+        assert f"KV events of {second.url} are not followed: ipc://{tmp_path}/events is where those of" in (
+            caplog.text
+        )
+        engine.compute([1] * 20)
+        await until(lambda: index.count > 0)
+        assert [len(index.ranks(each)) for each in (first, second, third)] == [1, 0, 0]
+        fleet.remove(third)
+        fleet.remove(first)
+        await until(lambda: bool(index.ranks(second)))
+        assert f"KV events of {second.url} are followed now" in caplog.text
+    knowledge.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Subscription("tcp://127.0.0.1:5557"),
+        Subscription("tcp://127.0.0.1:5556", ranks=2),
+        Subscription("tcp://127.0.0.1:9", "tcp://127.0.0.1:6558"),
+    ],
+)
+async def test_ranks_and_replays_count_as_well(router: Router, other: Subscription) -> None:
+    router.subscriber.add(router.engine, Subscription("tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", 2))
+    with pytest.raises(SharedEndpoint, match=router.engine.url):
+        router.subscriber.add(engine_at("http://other:1"), other)
+    router.subscriber.remove(router.engine)
+    router.subscriber.add(engine_at("http://other:1"), other)
 
 
 def test_ranks_have_ports_of_their_own() -> None:

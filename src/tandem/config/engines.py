@@ -32,6 +32,11 @@ class Subscription:
         """A rank's endpoints."""
         return _shifted(self.events, rank), None if self.replay is None else _shifted(self.replay, rank)
 
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """All endpoints of all ranks."""
+        return frozenset(each for rank in range(self.ranks) for each in self.of(rank) if each is not None)
+
     def at(self, host: str) -> Subscription:
         """The subscription of an engine on a host."""
         replay = None if self.replay is None else _placed(self.replay, host)

@@ -372,8 +372,22 @@ class RouterConfig:
             self.subscription("localhost")
         except ValueError as error:
             raise ValueError(f"--kv-events, --kv-replay with --kv-ranks {self.kv_ranks}: {error}") from None
+        self._check_endpoints()
         if self.connector == "lmcache":
             self._check_lmcache()
+
+    def _check_endpoints(self) -> None:
+        """What one engine publishes must not be taken for what several hold."""
+        known: dict[str, str] = {}
+        for name in ("prefill", "decode", "engine"):
+            for spec in self.specs(name):
+                for endpoint in sorted(of.endpoints) if (of := self.subscription_of(spec)) else ():
+                    if endpoint in known:
+                        raise ValueError(
+                            f"--kv-events: {known[endpoint]} and {spec.url} would both be followed at "
+                            f"{endpoint}; give each its own, as in {spec.url},kv-events=tcp://*:5558"
+                        )
+                    known[endpoint] = spec.url
 
     @property
     def discovers(self) -> bool:
@@ -390,6 +404,11 @@ class RouterConfig:
         if self.kv_events is None:
             return None
         return Subscription(self.kv_events, self.kv_replay, self.kv_ranks).at(host)
+
+    def subscription_of(self, spec: EngineSpec) -> Subscription | None:
+        """Where an engine publishes its KV events."""
+        host = urlsplit(spec.url).hostname or ""
+        return spec.kv_events.at(host) if spec.kv_events is not None else self.subscription(host)
 
     @property
     def session_headers(self) -> tuple[str, ...]:

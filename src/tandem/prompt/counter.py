@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.prompt import chat, tokenizer_files
-from tandem.prompt.errors import BadPrompt, LoadError, NotExact
+from tandem.prompt.errors import BadPrompt, LoadError, NotExact, TooLong
 from tandem.prompt.fast import fastest
 from tandem.prompt.fields import FIELD_TYPE, boolean, integer
 from tandem.prompt.messages import conversation
@@ -21,6 +21,9 @@ _DEFAULT_MAX_TOKENS = 16
 
 # Token ids are smaller in every tokenizer.
 _NO_ID = 2**32
+
+# Characters of a chat's text: four million tokens of English. What a template makes more of is refused.
+MOST_TEXT = 16 * 2**20
 
 # Bytes of pieces of chats that are remembered, with their ids: some four million tokens.
 CACHE_BYTES = 32 * 2**20
@@ -83,10 +86,11 @@ class PromptCounter:
         """Size of the pieces of chats that are kept, with their ids."""
         return self._encoder.size if isinstance(self._encoder, SegmentCache) else 0
 
-    def chat(self, body: Mapping[str, object]) -> Tokens:
+    def chat(self, body: Mapping[str, object], most: int = MOST_TEXT) -> Tokens:
         """Counts a /v1/chat/completions request.
 
-        body: the decoded JSON object. Raises NotExact or BadPrompt.
+        body: the decoded JSON object. most: characters that its text may have. Raises NotExact or BadPrompt,
+        and TooLong where `most` is below MOST_TEXT.
         """
         if self.inexact_chat:
             raise NotExact("model", self.inexact_chat)
@@ -102,7 +106,16 @@ class PromptCounter:
         given = self._settings.content_format
         content_format = template.content_format if given == "auto" else given
         messages = conversation(body.get("messages"), content_parts=content_format == "openai")
-        text = template.render(messages, self._special_tokens, arguments)
+        try:
+            text = template.render(messages, self._special_tokens, arguments, most=min(most, MOST_TEXT))
+        except TooLong:
+            if most < MOST_TEXT:
+                raise
+            raise BadPrompt(
+                f"The chat template makes more than {MOST_TEXT} characters of this request. Shorten its "
+                "messages, or nest its tools and documents less deeply.",
+                "messages",
+            ) from None
         return Tokens(self._encode(text, add_special_tokens, truncation))
 
     def completion(self, body: Mapping[str, object]) -> Tokens:

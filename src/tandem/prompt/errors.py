@@ -33,6 +33,14 @@ class BadPrompt(ValueError):
         return type(self), (self.message, self.param)
 
 
+class TooLong(Exception):
+    """The prompt has more text than the caller lets be made of it, in characters."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"more than {most} characters")
+        self.most = most
+
+
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust gave up: no Exception, but no wish to end the process either."""
     return type(error).__name__ == "PanicException"

@@ -7,6 +7,7 @@ follows vLLM's `safe_apply_chat_template`.
 import copy
 import json
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property
 
@@ -18,13 +19,37 @@ import jinja2.parser
 import jinja2.sandbox
 
 from tandem.prompt.content_format import ContentFormat, detect
-from tandem.prompt.errors import BadPrompt, NotExact
+from tandem.prompt.errors import BadPrompt, NotExact, TooLong
 from tandem.prompt.messages import Message, without_developer_role
 
 # Arguments of transformers' apply_chat_template that reach a template whether it names them or not.
 _ALWAYS_PASSED = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class _Room:
+    """How many characters a rendering may still make: of text, and of JSON, which a template may make and not
+    print."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._printed = self._encoded = 0
+
+    def print(self, characters: int) -> None:
+        self._printed += characters
+        self._check(self._printed)
+
+    def encode(self, characters: int) -> None:
+        self._encoded += characters
+        self._check(self._encoded)
+
+    def _check(self, characters: int) -> None:
+        if characters > self.most:
+            raise TooLong(self.most)
+
+
+_room: ContextVar[_Room | None] = ContextVar("room", default=None)
 
 
 class ChatTemplate:
@@ -46,28 +71,48 @@ class ChatTemplate:
         return '"developer"' in self.source or "'developer'" in self.source
 
     def render(
-        self, messages: list[Message], special_tokens: Mapping[str, str], arguments: Mapping[str, object]
+        self,
+        messages: list[Message],
+        special_tokens: Mapping[str, str],
+        arguments: Mapping[str, object],
+        *,
+        most: int,
     ) -> str:
         """The prompt's text.
 
         arguments: `tools`, `documents`, `add_generation_prompt`, `continue_final_message` and whatever the
         request passes on; those that the template does not mention are dropped.
-        Raises BadPrompt with the template's own message if it refuses the conversation.
+        most: characters of the text. An indented object grows with the square of its depth.
+        Raises BadPrompt with the template's own message if it refuses the conversation; TooLong.
         """
         if not self._knows_developer_role and any(message["role"] == "developer" for message in messages):
             messages = without_developer_role(messages)
         values: dict[str, object] = {"tools": None, "documents": None, **special_tokens}
         values |= {name: value for name, value in arguments.items() if name in self._variables}
         continued = bool(values.pop("continue_final_message", False))
+        before = _room.set(_Room(most))
         try:
             if not continued:
-                return self._template.render(messages=messages, **values)
+                return self._render(messages, values)
             if values.get("add_generation_prompt"):
                 raise ValueError("continue_final_message and add_generation_prompt exclude each other.")
             return self._render_open_ended(messages, values)
+        except TooLong:
+            raise
         except Exception as e:
             # Templates raise whatever they like on conversations they do not support; the engine answers 400.
             raise BadPrompt(_reason(e), "messages") from e
+        finally:
+            _room.reset(before)
+
+    def _render(self, messages: list[Message], values: Mapping[str, object]) -> str:
+        room = _room.get()
+        assert room is not None
+        pieces = []
+        for piece in self._template.generate(messages=messages, **values):
+            room.print(len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
 
     def _render_open_ended(self, messages: list[Message], values: Mapping[str, object]) -> str:
         """Renders with a tag at the end of the last message, then cuts there."""
@@ -75,7 +120,7 @@ class ChatTemplate:
             raise ValueError("continue_final_message is set, but the chat template does not use content.")
         messages = [*messages[:-1], copy.deepcopy(messages[-1])]
         final = _append_tag(messages[-1])
-        rendered = self._template.render(messages=messages, **values)
+        rendered = self._render(messages, values)
         tag = _CONTINUE_TAG.strip()
         if final.strip() not in rendered or tag not in rendered:
             raise ValueError(
@@ -145,9 +190,23 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own tojson escapes HTML characters; prompts must not.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    room = _room.get()
+    if indent is None or room is None:
+        encoded = json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        if room is not None:
+            room.encode(len(encoded))
+        return encoded
+    # Piece by piece: of what is nested deeply a few bytes make megabytes of indentation.
+    pieces = []
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    for piece in encoder.iterencode(value):
+        room.encode(len(piece))
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def _raise_exception(message: str) -> None:

@@ -13,10 +13,8 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tandem.http import Request, Responder
-from tandem.router.body import Body
 from tandem.router.budgets import Budgets
 from tandem.router.choosing import Choosing, FallBack
-from tandem.router.classify import Api
 from tandem.router.discovery import Source
 from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.errors import ApiError
@@ -140,8 +138,7 @@ class Admin:
         engines count prompts, one counts this.
 
         Raises ApiError as the request itself would get it."""
-        api = Api.CHAT if "messages" in Body.parse(request.body) else Api.COMPLETIONS
-        job = self._flow.accept(request, responder, api)
+        job = await self._flow.accept(request, responder, None)
         job.explain = True
         await self._choosing.decide(job)
         waits = False

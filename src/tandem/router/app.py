@@ -38,6 +38,7 @@ from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
 from tandem.router.model_files import ModelFiles
 from tandem.router.notifications import Notifications
+from tandem.router.reading import Reading
 from tandem.router.strategies import DecoderLoad, DecoderScore, KvAware, make
 from tandem.router.waiting import Line
 
@@ -176,7 +177,8 @@ async def running(
     metrics = Metrics(fleet, gate, budgets, line, handovers, knowledge, merged.sources)
     decoders = DecoderScore(lambda e: DecoderLoad(e.held_tokens, e.kv_use, budgets.share(e)), made.prefixes)
     choosing = Choosing(config, fleet, counter, connector, budgets, made.strategy, decoders)
-    flow = Flow(config, fleet, legs, choosing, gate, handovers, line, metrics)
+    reading = Reading()
+    flow = Flow(config, fleet, legs, choosing, gate, handovers, line, metrics, reading)
     app = App(
         fleet,
         flow,
@@ -211,6 +213,7 @@ async def running(
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
+        stack.push_async_callback(reading.aclose)
         if knowledge is not None:
             stack.callback(knowledge.close)
         if process is not None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 from tandem.config import RouterConfig
 from tandem.router.budgets import Budgets, Reservation, possible
-from tandem.router.classify import UNCOUNTED, why_decode_only
+from tandem.router.classify import UNCOUNTED
 from tandem.router.connectors import Claim, Connector
-from tandem.router.counting import Counter
+from tandem.router.counting import Counter, OverContext
 from tandem.router.engines import Engine, EngineRole
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.explain import scores
+from tandem.router.facts import decode_only_of
 from tandem.router.fleet import Fleet
 from tandem.router.groups import NOBODY, Candidates, Group
 from tandem.router.job import Job, Path, Reason
@@ -87,13 +88,16 @@ class Choosing:
 
         Raises ApiError where no engine can serve it now, or the prompt cannot be counted."""
         threshold = self._config.routing_threshold
-        decode_only = why_decode_only(job.api, job.body)
+        decode_only = decode_only_of(job.api, job.body)
         job.expected_output = self.outputs.expect(job.max_tokens)
         if not self.group(job).decoders:
             raise self.not_ready(job)
         matters = decode_only is None and threshold > 0 and self.group(job).prefillers_exist
         if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
-            job.prompt = _in_earnest(await self._counter.count(job.api, job.body))
+            try:
+                job.prompt = _in_earnest(await self._counter.count(job.api, job.body))
+            except OverContext:
+                job.reason = Reason.OVER_CONTEXT
         job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
         if self._strategy.reads_prompts:
             for _ in job.prompt.chaining(self._config.kv_block_size):
@@ -101,6 +105,11 @@ class Choosing:
         if decode_only is not None:
             job.reason = decode_only
             logger.info("Conditional routing: reason=%s, disaggregate=False", job.reason)
+            return
+        if job.reason == Reason.OVER_CONTEXT:
+            logger.info(
+                "Conditional routing: estimated_tokens=not counted, reason=%s, disaggregate=False", job.reason
+            )
             return
         tokens = effective = job.prompt.tokens
         group = self.group(job)
@@ -179,7 +188,9 @@ class Choosing:
         job.prefill_choice = None
         if take:
             self._log_choices(job)
-            if job.reason != Reason.DOUBTFUL and not self._over_context(job):  # which are not computed
+            if job.reason not in (Reason.DOUBTFUL, Reason.OVER_CONTEXT) and not self._over_context(
+                job
+            ):  # which are not computed
                 chooser.sent(job.prompt, made.engine)
         return made.engine
 

@@ -60,8 +60,18 @@ _TOKENIZED = msgspec.json.Decoder(_Tokenized)
 # How many decoders are asked for one count: one may just have died.
 _ASKED = 2
 
+# Bytes of a body for each token of the longest context, beyond which it is not counted. A token of text has
+# four in English, and a character escaped in JSON six or twelve.
+_BYTES = 32
+# Tokens of that context where no engine has told it.
+_LONGEST = 262_144
+
 # Odd on purpose: several scripts, runs of spaces, digits, a special token's text and code.
 _SAMPLE = "Tandem counts  tokens:\n\n\tnaïve Übung, 数える, 🚲 3.14159 == `x[i]` </s> <|im_end|> 1,000,000"
+
+
+class OverContext(Exception):
+    """A body is so large that no engine can take it. It was not counted, which could take minutes."""
 
 
 class Counter:
@@ -81,9 +91,13 @@ class Counter:
         self._here: Place | None = None if local is None else InLoop(local, process, large)
         self._models = frozenset(models)
         self._differing: dict[Engine, _Differing] = {}
+        self._by_engines: frozenset[str] = frozenset()  # the models of those
+        self._nameless_here = False  # whether a prompt for no model in particular is counted here
         self._unavailable = ""  # why nothing could be counted here the last time
         self._legs = legs
         self._fleet = fleet
+        fleet.on_change(self._fleet_changed)
+        self._fleet_changed()
 
     @property
     def here(self) -> Place | None:
@@ -96,8 +110,12 @@ class Counter:
         return {engine: found.losses for engine, found in self._differing.items()}
 
     async def count(self, api: Api, body: Body) -> Prompt:
-        """Count a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered."""
-        if self._here is not None and self._counts(body.get("model")):
+        """Count a request's prompt. Raises ApiError 400 for a prompt that cannot be rendered, OverContext."""
+        model = body.get("model")
+        group = self._fleet.group(model if isinstance(model, str) else None)
+        if len(body.data) > _BYTES * (group.max_model_len or _LONGEST):
+            raise OverContext
+        if self._here is not None and self._counts(model):
             try:
                 ids = await self._here.count(api, body)
                 self._unavailable = ""
@@ -110,11 +128,10 @@ class Counter:
                 logger.debug("count by the engine: %s", reason)
             except BadPrompt as error:
                 raise ApiError(400, str(error), param=error.param, quotes=True) from None
-        if api is Api.COMPLETIONS and isinstance(ids := body.get("prompt"), list):
-            kept = _kept(len(ids), body)  # ids already, which /tokenize does not take
-            return Prompt(kept, ids if kept == len(ids) else None)
-        model = body.get("model")
-        group = self._fleet.group(model if isinstance(model, str) else None)
+        if api is Api.COMPLETIONS and (count := body.ids) is not None:
+            kept = _kept(count, body)  # ids already, which /tokenize does not take
+            whole = kept == count and body.facts is None
+            return Prompt(kept, body.get("prompt") if whole else None)
         decoders = sorted(group.decoders.all, key=lambda e: e.in_flight)
         if not decoders:
             raise unavailable("No engine is ready to count the prompt.")
@@ -130,10 +147,14 @@ class Counter:
     def _counts(self, model: object) -> bool:
         """Whether prompts for a model are counted here."""
         if model is None:  # the engines' own, whichever it is
-            return not self._differing and (not self._models or self._fleet.names <= self._models)
-        if any(model in found.names for found in self._differing.values()):
-            return False
-        return not self._models or model in self._models
+            return self._nameless_here
+        return model not in self._by_engines and (not self._models or model in self._models)
+
+    def _fleet_changed(self) -> None:
+        """Work out for which models engines count, which is asked for each request."""
+        self._differing = {engine: found for engine, found in self._differing.items() if not engine.left}
+        self._by_engines = frozenset().union(*(found.names for found in self._differing.values()))
+        self._nameless_here = not self._differing and (not self._models or self._fleet.names <= self._models)
 
     async def check(self, decoder: Engine, model: str) -> None:
         """Compare local counting with an engine's own, once it is up; where they differ, engines count for
@@ -143,18 +164,22 @@ class Counter:
             compared = self._here
             if self._counts(model) and await self._differs(compared, decoder, model):
                 self._differing[decoder] = _Differing(decoder.losses, decoder.model_ids | {model})
+                self._fleet_changed()
         told = all(e.models for e in self._fleet.engines if e.answers)
         if told and not any(map(self._counts, self._models or self._fleet.names)):
             await self.leave()  # it is for no model here
 
     async def use(self, here: Place) -> Engine | None:
-        """Count prompts there from now on, once the engines in use are found to count alike. Else it is
-        closed, and the one that does not is returned. Meanwhile engines count."""
+        """Count prompts there from now on, once the engines that generate answers are found to count alike.
+        Else it is closed, and the one that does not is returned. Meanwhile engines count."""
         await self.leave()
         self._differing.clear()
+        self._fleet_changed()
         compared: set[tuple[Engine, int]] = set()
         try:
-            while new := [e for e in self._fleet.engines if _in_use(e) and (e, e.losses) not in compared]:
+            while new := [
+                e for e in self._fleet.engines if _is_to_agree(e) and (e, e.losses) not in compared
+            ]:
                 for engine in new:
                     compared.add((engine, engine.losses))
                     names = [card["id"] for card in engine.models if "id" in card]
@@ -213,7 +238,7 @@ class Counter:
     async def _tokenize(self, engine: Engine, api: Api, body: Body) -> _Tokenized:
         """As `_count_on`, without regard to what the request wants kept."""
         wanted = _TOKENIZE_FIELDS[api]
-        template = {n: body.get(n) for n in _AS_TEMPLATE_ARGUMENTS if body.get(n) is not None}
+        template = {n: msgspec.Raw(body.raw(n)) for n in _AS_TEMPLATE_ARGUMENTS if body.given(n)}
         given = body.get("chat_template_kwargs")
         if template and isinstance(given, dict | None):
             changes = {"chat_template_kwargs": {**template, **(given or {})}}
@@ -239,6 +264,7 @@ def _kept(count: int, body: Body) -> int:
     return min(count, most) if isinstance(most, int) and most > 0 else count
 
 
-def _in_use(engine: Engine) -> bool:
-    """Whether an engine generates answers now, and has told its models."""
+def _is_to_agree(engine: Engine) -> bool:
+    """Whether an engine's counts are compared with those made here: it generates answers now, also where it
+    is suspect or others are preferred (see `groups.in_use`), and has told its models."""
     return engine.answers and engine.state is not State.WAITING and bool(engine.models)

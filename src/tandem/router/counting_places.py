@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from tandem.config import RouterConfig
-from tandem.prompt import NotExact, PromptCounter
+from tandem.prompt import MOST_TEXT, NotExact, PromptCounter, TooLong
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting_process import COMMAND, CountingProcess, Unusable
@@ -20,8 +20,11 @@ logger = logging.getLogger("tandem.router")
 # What a byte of a list of token ids costs, in bytes of text.
 _IDS_COST = 8
 
-# The counting process of ordinary prompts is as urgent as the router itself.
-_URGENT = (*COMMAND, "0")
+# Characters of a chat's text for each byte of the largest body that is counted in the loop.
+_TEXT = 2
+
+# The counting process of ordinary prompts is as urgent as the router itself; what is long is for another.
+_URGENT = (*COMMAND, "0", str(_TEXT * 65_536))
 
 
 class Place(Protocol):
@@ -55,13 +58,21 @@ class InLoop:
         self._large = large
 
     async def count(self, api: Api, body: Body) -> Sequence[int]:
-        if self._process is not None and _is_large(api, body, self._large):
+        if self._process is None:
+            return self._counted(api, body, MOST_TEXT)
+        if _is_large(api, body, self._large):
             return await self._process.count(api, body.data)
-        return await self.sample(api, body)
+        try:
+            return self._counted(api, body, _TEXT * self._large)
+        except TooLong:  # a template makes much of little: of indented objects, say
+            return await self._process.count(api, body.data)
 
     async def sample(self, api: Api, body: Body) -> Sequence[int]:
+        return self._counted(api, body, MOST_TEXT)
+
+    def _counted(self, api: Api, body: Body, most: int) -> Sequence[int]:
         fields = body.decoded()
-        return (self._counter.chat(fields) if api is Api.CHAT else self._counter.completion(fields)).ids
+        return (self._counter.chat(fields, most) if api is Api.CHAT else self._counter.completion(fields)).ids
 
     async def aclose(self) -> None:
         if self._process is not None:
@@ -102,6 +113,7 @@ class InProcesses:
             if loaded.inexact_chat:
                 logger.warning("chats cannot be counted here, so engines count them: %s", loaded.inexact_chat)
             large = await stack.enter_async_context(CountingProcess(config)) if large_from else None
+            small.beyond = large
             return cls(stack.pop_all(), small, large, large_from, loaded.inexact_chat)
 
     async def count(self, api: Api, body: Body) -> Sequence[int]:
@@ -126,8 +138,4 @@ def _is_large(api: Api, body: Body, large: int) -> bool:
     if size >= large:
         return True
     # A number is an object, so a list of ids costs many times what a text of its size does.
-    return (
-        api is Api.COMPLETIONS
-        and size * _IDS_COST >= large
-        and body.picked(("prompt",)).startswith(b'{"prompt":[')
-    )
+    return api is Api.COMPLETIONS and size * _IDS_COST >= large and body.ids is not None

@@ -3,6 +3,9 @@
 One child for the length of the router, started at once; requests wait their turn in a bounded queue. A child
 that dies, or takes far too long, is replaced; the request that it had in hand fails with `Unavailable`, and
 the caller asks an engine. One that does not live long is not replaced for a while.
+
+Huge prompts take seconds, so they wait for each other alone: there is another child for them, started with
+the first one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import msgspec
@@ -44,13 +47,17 @@ _BATCH = 2**16
 @dataclass(frozen=True, slots=True)
 class Limits:
     """patience: seconds that a request waits for its count, queue included. longest: seconds that the child
-    may take over one prompt, or to start. lives: seconds that a child must have lived to be replaced at once,
-    except the first to die. waiting: requests in the queue."""
+    may take over one prompt; start: to start. lives: seconds that a child must have lived to be replaced at
+    once, except the first to die. waiting: requests in the queue; huge_waiting: in that of the huge ones.
+    huge: bytes of a body that is huge."""
 
     patience: float = 10.0
-    longest: float = 60.0
+    longest: float = 20.0
+    start: float = 60.0
     lives: float = 60.0
     waiting: int = 256
+    huge_waiting: int = 8
+    huge: int = 2**20
 
 
 class Unavailable(Exception):
@@ -86,16 +93,29 @@ class CountingProcess:
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: RouterConfig | bytes,
         *,
         command: Sequence[str] = COMMAND,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "the counting process",
+        meanwhile: str = "engines count its prompts",
+        waits: bool = False,
     ) -> None:
-        self._config = msgspec.json.encode(config)
+        """`waits`: it starts with the first prompt. `name`: in what is logged; `meanwhile`: what
+        becomes of its work while there is none."""
+        self._name = name
+        self._meanwhile = meanwhile
+        self._waits = waits
+        self._huge: CountingProcess | None = None
+        self.beyond: CountingProcess | None = None
+        """Another, whose process for huge prompts this one shares."""
+        self._config = config if isinstance(config, bytes) else msgspec.json.encode(config)
         self._command = command
         self._limits = limits or Limits()
         self._clock = clock
+        self.answers = 0
+        """How many it has given."""
         self._jobs: deque[_Job] = deque()  # the first one is in hand
         self._more = asyncio.Event()
         self._child: Process | None = None
@@ -103,12 +123,15 @@ class CountingProcess:
         self._deaths = 0
         self._not_before = clock()
         self._task: asyncio.Task[None] | None = None
-        self._loaded: Loaded | Unavailable = Unavailable("the counting process has not started")
+        self._loaded: Loaded | Unavailable = Unavailable(f"{name} has not started")
         self._tried = asyncio.Event()
 
     async def __aenter__(self) -> CountingProcess:
-        self._task = asyncio.create_task(self._run())
+        self.begin()
         return self
+
+    def begin(self) -> None:
+        self._task = asyncio.create_task(self._run())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -117,11 +140,17 @@ class CountingProcess:
 
     async def aclose(self) -> None:
         """End the process; nothing of it is left. Prompts that wait get Unavailable."""
+        huge, self._huge = self._huge, None
+        if huge is not None:
+            await huge.aclose()
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+        for job in self._jobs:
+            if not job.answer.done():
+                job.answer.set_exception(Unavailable(f"{self._name} has ended"))
 
     async def ready(self) -> Loaded:
         """Wait until the process has loaded the tokenizer. Raises Unavailable where its first try failed,
@@ -140,25 +169,54 @@ class CountingProcess:
         """The token ids of a request's prompt. `data`: the body as it came.
 
         Raises Unavailable; NotExact and BadPrompt as PromptCounter does; ApiError for no JSON object."""
-        if self._task is None:
-            raise Unavailable("the counting process has ended")
-        if len(self._jobs) >= self._limits.waiting:
-            raise Unavailable(f"{len(self._jobs)} prompts wait for the counting process")
-        job = _Job(_KINDS[api], data, asyncio.get_running_loop().create_future())
-        self._jobs.append(job)
-        self._more.set()
-        try:
-            async with asyncio.timeout(self._limits.patience):
-                kind, rest = await job.answer
-        except TimeoutError:
-            raise Unavailable(f"no count within {self._limits.patience:g} s") from None
-        finally:
-            self._forget(job)
+        kind, rest = await self.ask(_KINDS[api], data)
+        if kind is Kind.TOO_LONG:
+            kind, rest = await self.ask(Kind.LONG_CHAT, data, huge=True)
         if kind is Kind.IDS:
             ids = array("I")
             ids.frombytes(rest)
             return ids
         raise _error(kind, rest)
+
+    async def ask(self, kind: Kind, data: bytes, *, huge: bool = False) -> tuple[Kind, bytes]:
+        """The answer to a frame. `huge`: whether it is to wait with those that take long, whatever its size.
+        Raises Unavailable."""
+        if self._task is None:
+            raise Unavailable(f"{self._name} has ended")
+        if huge or len(data) >= self._limits.huge:
+            return await self._for_huge()._answer(kind if kind is not Kind.CHAT else Kind.LONG_CHAT, data)
+        return await self._answer(kind, data)
+
+    def _for_huge(self) -> CountingProcess:
+        if self.beyond is not None:
+            return self.beyond._for_huge()
+        if self._huge is None:
+            limits = replace(self._limits, waiting=self._limits.huge_waiting)
+            self._huge = CountingProcess(
+                self._config,
+                command=self._command,
+                limits=limits,
+                clock=self._clock,
+                name=f"{self._name} of huge bodies",
+                meanwhile=self._meanwhile,
+                waits=True,
+            )
+            self._huge.begin()
+        return self._huge
+
+    async def _answer(self, kind: Kind, data: bytes) -> tuple[Kind, bytes]:
+        if len(self._jobs) >= self._limits.waiting:
+            raise Unavailable(f"{len(self._jobs)} prompts wait for {self._name}")
+        job = _Job(kind, data, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        self._more.set()
+        try:
+            async with asyncio.timeout(self._limits.patience):
+                return await job.answer
+        except TimeoutError:
+            raise Unavailable(f"no answer of {self._name} within {self._limits.patience:g} s") from None
+        finally:
+            self._forget(job)
 
     def _forget(self, job: _Job) -> None:
         if job in self._jobs:  # to try would cost 3 ms: the error of one that is not there shows the answer
@@ -167,22 +225,25 @@ class CountingProcess:
     async def _run(self) -> None:
         try:
             while True:
+                if self._waits:
+                    await self._some()
                 try:
                     await self._living_child()
                 except Unavailable as error:
                     if not self._tried.is_set():
                         self._loaded = error
                 self._tried.set()
-                while not self._jobs:
-                    self._more.clear()
-                    await self._more.wait()
+                await self._some()
                 await self._ask(self._batch())
         finally:
             self._tried.set()
-            for job in self._jobs:
-                if not job.answer.done():
-                    job.answer.set_exception(Unavailable("the counting process has ended"))
             await self._end_child()
+
+    async def _some(self) -> None:
+        """Wait until there is a job."""
+        while not self._jobs:
+            self._more.clear()
+            await self._more.wait()
 
     def _batch(self) -> list[_Job]:
         """The jobs to hand over now: the first in the queue, and while they are small those behind it, lest
@@ -208,13 +269,14 @@ class CountingProcess:
             for job in batch:
                 async with asyncio.timeout(self._limits.longest):
                     answer = await _receive(child)
+                self.answers += 1
                 if not job.answer.done():
                     job.answer.set_result(answer)
         except Unavailable as error:
             failed = error
         except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
             await self._bury(error)
-            failed = Unavailable("the counting process failed")
+            failed = Unavailable(f"{self._name} failed")
         for job in batch:
             if failed is not None and not job.answer.done():
                 job.answer.set_exception(Unavailable(str(failed)))
@@ -228,13 +290,13 @@ class CountingProcess:
             await self._bury(EOFError())
         started = self._clock()
         if started < self._not_before:
-            raise Unavailable("the counting process does not stay alive")
+            raise Unavailable(f"{self._name} does not stay alive")
         self._started = started
         self._child = child = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, limit=_READ
         )
         try:
-            async with asyncio.timeout(self._limits.longest):
+            async with asyncio.timeout(self._limits.start):
                 _write(child, Kind.CONFIG, self._config)
                 await _drain(child)
                 kind, rest = await _receive(child)
@@ -247,8 +309,8 @@ class CountingProcess:
             await self._bury(error)
             if isinstance(error, _CannotLoad):
                 raise Unusable(str(error)) from None
-            raise Unavailable("the counting process does not start") from None
-        logger.info("counting process %d is ready after %.2f s", child.pid, self._clock() - started)
+            raise Unavailable(f"{self._name} does not start") from None
+        logger.info("%s (%d) is ready after %.2f s", self._name, child.pid, self._clock() - started)
         return child
 
     async def _bury(self, error: Exception) -> None:
@@ -258,14 +320,14 @@ class CountingProcess:
         again = self._deaths > 1 and self._clock() - self._started < self._limits.lives
         self._not_before = self._started + self._limits.lives if again else self._clock()
         if isinstance(error, _CannotLoad):
-            logger.error("the counting process cannot load the tokenizer, so engines count: %s", error)
+            logger.error("%s cannot load the tokenizer, so engines count: %s", self._name, error)
             return
         logger.error(
-            "the counting process %s and is %s; meanwhile engines count its prompts",
-            f"took over {self._limits.longest:g} s"
-            if isinstance(error, TimeoutError)
-            else f"died ({type(error).__name__})",
+            "%s %s and is %s; meanwhile %s",
+            self._name,
+            "took too long" if isinstance(error, TimeoutError) else f"died ({type(error).__name__})",
             f"started again after {self._limits.lives:g} s" if again else "started again",
+            self._meanwhile,
         )
 
     async def _end_child(self) -> None:

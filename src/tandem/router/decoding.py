@@ -58,7 +58,12 @@ class Decoding:
                 "POST",
                 job.api.value,
                 body,
-                to_engine(job.request, engine_request_id(job.id)),
+                # KV that was handed over goes to any rank; a prompt to compute, to the one that has most.
+                to_engine(
+                    job.request,
+                    engine_request_id(job.id),
+                    job.rank(job.decode_choice) if handover is None else None,
+                ),
                 head_timeout=patience,
                 # A leg that carries a hand-off may reach an engine once only.
                 resend=handover is None,

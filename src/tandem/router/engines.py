@@ -68,6 +68,8 @@ class Engine:
     """Counts the processes that it has been."""
     alarm: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is to be looked at now."""
+    left: bool = False
+    """Whether it has been removed from the fleet, for good: what is learnt of it from now on is of no use."""
     doubted: bool = False
     """Whether it is to tell at the next look whether it is still the process that it was."""
 

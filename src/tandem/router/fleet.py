@@ -90,6 +90,7 @@ class Fleet:
             self.engines = [e for e in self.engines if e not in gone]
             self._met = {pair: lives for pair, lives in self._met.items() if gone.isdisjoint(pair)}
         for engine in remove:
+            engine.left = True
             for listener in self._followers:
                 listener(engine, False)
         self._take_out(remove, "removed")

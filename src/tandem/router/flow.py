@@ -35,6 +35,7 @@ from tandem.router.invocations import invoked
 from tandem.router.job import Job, Path, Reason
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.metrics import Metrics
+from tandem.router.reading import Reading
 from tandem.router.retries import RetryBudget
 from tandem.router.waiting import Line, LineFull, WaitedTooLong
 
@@ -52,6 +53,7 @@ class Flow:
         handovers: Handovers,
         line: Line,
         metrics: Metrics,
+        reading: Reading,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -62,6 +64,7 @@ class Flow:
         self._handovers = handovers
         self._line = line
         self._metrics = metrics
+        self._reading = reading
         self._clock = clock
         self._gate = gate
         self._retries = RetryBudget(config.retry_ratio, clock)
@@ -76,7 +79,7 @@ class Flow:
         job: Job | None = None
         admitted, outcome = False, "failed"
         try:
-            job = self.accept(request, responder, api, rid)
+            job = await self.accept(request, responder, api, rid)
             async with self._gate.passing():
                 admitted = True
                 self._retries.request()
@@ -101,10 +104,10 @@ class Flow:
             if job is not None and job.prompt.tokens is not None:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
 
-    def accept(self, request: Request, responder: Responder, api: Api | None, rid: str = "-") -> Job:
+    async def accept(self, request: Request, responder: Responder, api: Api | None, rid: str = "-") -> Job:
         """Read a request. Raises ApiError for one that may not be served."""
         arrived = self._clock()
-        body = Body.parse(request.body)
+        body = await self._reading.read(request.body)
         refuse_internal(body, request.headers)
         if api is None:
             api, body = invoked(request, body)
@@ -205,7 +208,7 @@ class Flow:
         sent = self._clock()
         job.prefills += 1
         await handover.prefill(
-            to_engine(job.request, engine_request_id(job.id)),
+            to_engine(job.request, engine_request_id(job.id), job.rank(job.prefill_choice)),
             tokens=max(0, job.tokens - (job.prefill_choice.hit_tokens if job.prefill_choice else 0)),
             timeout=self._config.patience(
                 self._config.prefill_timeout, prefiller.pending_tokens + job.tokens

@@ -29,6 +29,7 @@ from tandem.router.classify import Api
 from tandem.router.connectors import Connector, PrefillFailed
 from tandem.router.engines import Engine, State
 from tandem.router.fleet import Fleet
+from tandem.router.headers import RANK
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.notifications import Expected, Notifications
 
@@ -268,7 +269,7 @@ class Handover:
             await asyncio.sleep(pause)
 
     async def _call_decoder(self, body: bytes) -> None:
-        headers = [(n, v + b"-release" if n == b"x-request-id" else v) for n, v in self._headers]
+        headers = [(n, v + b"-release" if n == b"x-request-id" else v) for n, v in self._headers if n != RANK]
         with self._decoder.busy():
             await self._owner.legs.call(
                 self._decoder,

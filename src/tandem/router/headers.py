@@ -15,6 +15,9 @@ _RESPONSE_ONLY = frozenset({b"server", b"date", b"x-request-id"})
 # Spoken between the router and its clients; of engines nobody's.
 _OURS = b"x-tandem-"
 
+RANK = b"x-data-parallel-rank"
+"""By which vLLM is told which of an engine's ranks is to take a request."""
+
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -31,8 +34,9 @@ def engine_request_id(request_id: str) -> str:
     return f"{request_id}-{secrets.token_hex(8)}"
 
 
-def to_engine(request: Request, engine_id: str) -> Headers:
-    """A leg's headers: the client's end-to-end headers, with the leg's own id.
+def to_engine(request: Request, engine_id: str, rank: int | None = None) -> Headers:
+    """A leg's headers: the client's end-to-end headers, with the leg's own id, and the data-parallel rank
+    that is to compute it; None: any.
 
     `Connection: x-request-id` must not remove the leg's, so the client's hop-by-hop headers go first.
     """
@@ -42,6 +46,8 @@ def to_engine(request: Request, engine_id: str) -> Headers:
         if name not in _REQUEST_ONLY and not name.startswith(_OURS)
     ]
     headers += [(b"content-type", b"application/json"), (b"x-request-id", engine_id.encode())]
+    if rank is not None:
+        headers.append((RANK, b"%d" % rank))
     return headers
 
 

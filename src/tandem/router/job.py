@@ -93,6 +93,15 @@ class Job:
                 return max(0, given)
         return None
 
+    @staticmethod
+    def rank(choice: Choice | None) -> int | None:
+        """The data-parallel rank that has what of the prompt its engine is expected to have; None: any, or it
+        has only one."""
+        if choice is None or not choice.hit_tokens:
+            return None
+        events = choice.engine.kv_events
+        return choice.rank if events is not None and events.ranks > 1 else None
+
     def fall_back(self, reason: Reason) -> None:
         self.path, self.reason, self.fallback = Path.DECODE_ONLY, reason, True
         self.prefiller = self.prefill_seconds = None

@@ -9,9 +9,10 @@ import zmq
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tandem.config import Subscription
 from tandem.router.engines import Engine
 from tandem.router.fleet import Fleet
-from tandem.router.kv_events import Subscriber
+from tandem.router.kv_events import SharedEndpoint, Subscriber
 from tandem.router.strategies import KvAware, KvIndex
 
 logger = logging.getLogger("tandem.router")
@@ -29,6 +30,8 @@ class Knowledge(Collector):
         self._strategy = strategy
         self.subscriber = Subscriber(index)
         self._said = False
+        self._left_out: dict[Engine, Subscription] = {}
+        """Engines whose endpoint is another's."""
         fleet.on_member(self._member)
 
     def restarted(self, engine: Engine) -> None:
@@ -40,17 +43,31 @@ class Knowledge(Collector):
     def _member(self, engine: Engine, here: bool) -> None:
         if not here:
             self.subscriber.remove(engine)
+            self._left_out.pop(engine, None)
+            for other, subscription in list(self._left_out.items()):  # perhaps it was this one's endpoint
+                self._follow(other, subscription)
         elif engine.kv_events is not None:
-            try:
-                self.subscriber.add(engine, engine.kv_events)
-            except (ValueError, zmq.ZMQError) as error:
-                logger.error("KV events of %s cannot be followed: %s", engine.url, error)
+            self._follow(engine, engine.kv_events)
         elif not self._said:
             self._said = True
             logger.warning(
                 "kvaware goes by what was sent to engines without --kv-events, %s first; this is logged once",
                 engine.url,
             )
+
+    def _follow(self, engine: Engine, subscription: Subscription) -> None:
+        try:
+            self.subscriber.add(engine, subscription)
+        except SharedEndpoint as reason:
+            if engine not in self._left_out:
+                logger.error("KV events of %s are not followed: %s", engine.url, reason)
+            self._left_out[engine] = subscription
+        except (ValueError, zmq.ZMQError) as error:
+            self._left_out.pop(engine, None)
+            logger.error("KV events of %s cannot be followed: %s", engine.url, error)
+        else:
+            if self._left_out.pop(engine, None) is not None:
+                logger.info("KV events of %s are followed now", engine.url)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         blocks = GaugeMetricFamily("tandem_kv_index_blocks", "KV blocks in the index, one for each holder.")

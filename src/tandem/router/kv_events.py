@@ -11,16 +11,15 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import msgspec
 import zmq
 
 from tandem.config import Subscription
 from tandem.router.engines import Engine
 from tandem.router.strategies.kv_index import KvIndex, Rank
 from tandem.router.strategies.kv_sequence import Forget, Sequence
-from tandem.router.strategies.kv_wire import Work, decode
+from tandem.router.strategies.kv_wire import MOST_BYTES, Work, pieces
 
 logger = logging.getLogger("tandem.router")
 
@@ -29,8 +28,17 @@ SLICE = 0.00025
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _QUEUED = 10_000  # batches that wait in ZMQ; what overflows is a gap, and is replayed
+_MOST_BYTES = 4 * MOST_BYTES  # of a message: ZMQ drops a connection that sends more
 _TIDIED = 512
+_NOTHING: Work = lambda index, rank: None  # noqa: E731
 _SOCKETS = 65_535  # the most that ZMQ allows; a publisher takes one, and another during a replay
+
+
+class SharedEndpoint(ValueError):
+    """Two engines are said to publish at one endpoint: what is heard there is not known to be whose."""
+
+    def __init__(self, endpoint: str, other: Engine) -> None:
+        super().__init__(f"{endpoint} is where those of {other.url} come from")
 
 
 class Subscriber:
@@ -55,6 +63,7 @@ class Subscriber:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS)
         self._feeds: dict[Engine, list[_Feed]] = {}
+        self._endpoints: dict[str, Engine] = {}
         self._ready: deque[_Feed] = deque()
         self._turn: asyncio.Handle | None = None
         self._past: Counter[str] = Counter()
@@ -63,7 +72,12 @@ class Subscriber:
         """Events, or whole batches, that could not be read."""
 
     def add(self, engine: Engine, subscription: Subscription) -> None:
-        """Begin to follow an engine. Raises ValueError or zmq.ZMQError for an endpoint that cannot be."""
+        """Begin to follow an engine. Raises SharedEndpoint for one of another engine's, ValueError or
+        zmq.ZMQError for an endpoint that cannot be."""
+        wanted = subscription.endpoints
+        for endpoint in sorted(wanted):
+            if (other := self._endpoints.get(endpoint)) is not None:
+                raise SharedEndpoint(endpoint, other)
         feeds: list[_Feed] = []
         try:
             for number in range(subscription.ranks):
@@ -74,8 +88,11 @@ class Subscriber:
                 feed.close()
             raise
         self._feeds.setdefault(engine, []).extend(feeds)
+        self._endpoints.update(dict.fromkeys(wanted, engine))
 
     def remove(self, engine: Engine) -> None:
+        for endpoint in [each for each, of in self._endpoints.items() if of is engine]:
+            del self._endpoints[endpoint]
         for feed in self._feeds.pop(engine, ()):
             self._past += feed.sequence.counts
             feed.close()
@@ -141,6 +158,7 @@ class Subscriber:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         try:
             socket.setsockopt(zmq.RCVHWM, _QUEUED)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
             socket.setsockopt(zmq.LINGER, 0)
             # Not for names: one with addresses of both would be looked for at the other one, while vLLM's
             # tcp://* is IPv4.
@@ -165,7 +183,7 @@ class _Feed:
         self._number = number
         self._replay_endpoint = replay
         self._rank: Rank | None = None
-        self._todo: deque[Work] = deque()
+        self._todo: Iterator[Work | None] = iter(())
         self._answers: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._check: asyncio.TimerHandle | None = None
@@ -183,10 +201,13 @@ class _Feed:
         """Do one piece of work. False: there is none."""
         if self._closed:
             return False
-        if self._todo:
+        if (work := next(self._todo, _NOTHING)) is not _NOTHING:
             if self._rank is None:
                 self._rank = index.follow(self._engine, self._number)
-            self._todo.popleft()(index, self._rank)
+            if work is None:
+                self._unread(self._rank)
+            else:
+                work(index, self._rank)
         elif self.sequence.out:
             self._next(index, self.sequence.out.popleft())
         elif self.sequence.ask is not None and self._answers is None:
@@ -196,13 +217,13 @@ class _Feed:
         return True
 
     def restarted(self) -> None:
-        self._todo.clear()
+        self._todo = iter(())
         self._end_replay()
         self.sequence.restarted()
         self._subscriber.wake(self)
 
     def close(self) -> None:
-        self._todo.clear()
+        self._todo = iter(())
         self.sequence.out.clear()
         self._end_replay()
         if self._check is not None:
@@ -216,19 +237,15 @@ class _Feed:
             self._rank = index.follow(self._engine, self._number, complete=item.complete)
             return
         self._subscriber.batches += 1
-        try:
-            events, unread = decode(item)
-        except (msgspec.DecodeError, RecursionError):
-            events, unread = [], 1
-        for event in events:
-            self._todo.extend(event.pieces())
-        if unread:
-            self._subscriber.unread += unread
-            if not self._said:
-                self._said = True
-                logger.warning(
-                    "%s sends KV events that cannot be read; this is logged once", self._engine.url
-                )
+        self._todo = pieces(item)
+
+    def _unread(self, rank: Rank | None) -> None:
+        self._subscriber.unread += 1
+        if rank is not None:
+            rank.note(unread=True)
+        if not self._said:
+            self._said = True
+            logger.warning("%s sends KV events that cannot be read; this is logged once", self._engine.url)
 
     def _receive(self) -> bool:
         try:
@@ -243,6 +260,8 @@ class _Feed:
             return False
         if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
             self.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
+        else:
+            self._unread(self._rank)
         return True
 
     def _ask(self, first: int) -> None:

@@ -107,19 +107,35 @@ _DECODERS: dict[Api, msgspec.json.Decoder[_Answer]] = {
 _FIELDS = {Api.CHAT: _ChatAnswer.__struct_fields__, Api.COMPLETIONS: _CompletionAnswer.__struct_fields__}
 
 
-def is_plausible(api: Api, body: Body, tokens: int | None, max_model_len: int | None) -> bool:
-    """False where the decode leg would probably be rejected. `tokens` of prompt, where they were counted;
-    `max_model_len`: the decoder's context, in tokens."""
+class Outline(msgspec.Struct, frozen=True):
+    """What of a request decides whether it is plausible for a decoder."""
+
+    longest: int | None
+    """The most tokens that are asked for; None: as many as there is room for."""
+    min_tokens: int
+
+
+def outline(api: Api, body: Body) -> Outline | None:
+    """None: no decoder would take it."""
     try:
         answer = _DECODERS[api].decode(body.picked(_FIELDS[api]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if answer.contradicts_itself() else Outline(answer.longest(), answer.min_tokens)
+
+
+def is_plausible(api: Api, body: Body, tokens: int | None, max_model_len: int | None) -> bool:
+    """False where the decode leg would probably be rejected. `tokens` of prompt, where they were counted;
+    `max_model_len`: the decoder's context, in tokens."""
+    known = outline(api, body) if body.facts is None else body.facts.apis[api.value].outline
+    if known is None:
         return False
-    longest = answer.longest()
-    if answer.contradicts_itself() or (longest is not None and longest < 1):
+    longest = known.longest
+    if longest is not None and longest < 1:
         return False
     if max_model_len is not None:
         if longest is not None and longest > max_model_len:
             return False
         room = max_model_len - (tokens or 0)  # a larger answer is cut to what there is room for
         longest = room if longest is None else min(longest, room)
-    return longest is None or answer.min_tokens <= longest
+    return longest is None or known.min_tokens <= longest

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.router.engines import Engine
-from tandem.router.strategies import KvIndex
-from tandem.router.strategies.kv_index import Rank
+from tandem.router.strategies import KvIndex, KvPrefixes
+from tandem.router.strategies.kv_index import GROUPS, SIZES, SIZES_EACH, Rank
 
 from .helpers import engine, fleet, prompt
 
@@ -277,3 +277,51 @@ def test_of_many_holders_some_of_the_best_are_named() -> None:
         assert len(leaders) >= 6
         assert all(index.match(prompt([1, 2, 3]), engines).hit(e).tokens for e in leaders)
     assert index.match(prompt([1, 2, 3, 4, 5]), engines[:9]).hit(engines[9]).tokens == 0
+
+
+def stored_of(index: KvIndex, rank: Rank, size: int, group: int = 0) -> None:
+    """A block of a size, in a group."""
+    index.store(rank, [size * 1000 + group], None, list(range(size)), size, group=group)
+
+
+def test_of_one_engine_only_a_few_block_sizes_are_followed() -> None:
+    """A prompt's hashes are worked out for each size: one publisher must not make every request slow."""
+    index, (odd, good) = KvIndex(), fleet(2)
+    rank = index.follow(odd, complete=True)
+    for size in range(1, 100):
+        stored_of(index, rank, size, group=size)
+    other = index.follow(good, complete=True)
+    stored_of(index, other, 256)
+    asked = prompt(range(300))
+    assert index.match(asked, [odd, good]).hit(good).tokens == 256
+    assert len(asked._chains) == SIZES_EACH + 1
+    assert index.dropped == {"not_followed": 99 - SIZES_EACH}
+    assert KvPrefixes(index).doubt(odd) == "block_sizes"
+    assert index.match(asked, [odd]).hit(odd).tokens == 0, "what its other groups hold is not known"
+    index.clear(rank)
+    assert KvPrefixes(index).doubt(odd) is None
+
+
+def test_of_all_engines_together_too_and_what_one_gives_up_another_may_have() -> None:
+    index, engines = KvIndex(), fleet(20)
+    for i, each in enumerate(engines):
+        stored_of(index, index.follow(each, complete=True), i + 1)
+    asked = prompt(range(300))
+    index.match(asked, engines)
+    assert len(asked._chains) == SIZES
+    followed = [e for e in engines if KvPrefixes(index).doubt(e) is None]
+    assert len(followed) == SIZES
+    index.forget(followed[0])
+    late = index.follow(engines[-1], complete=True)
+    stored_of(index, late, 20)
+    assert KvPrefixes(index).doubt(engines[-1]) is None
+
+
+def test_groups_of_a_rank_are_bounded() -> None:
+    index, (one,) = KvIndex(), fleet(1)
+    rank = index.follow(one, complete=True)
+    for group in range(1000):
+        stored_of(index, rank, 16, group)
+    assert len(rank.groups) == GROUPS
+    assert index.dropped == {"not_followed": 1000 - GROUPS}
+    assert KvPrefixes(index).doubt(one) == "block_sizes"

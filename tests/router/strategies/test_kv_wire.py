@@ -6,9 +6,23 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tandem.router.engines import Engine
 from tandem.router.strategies import KvIndex
-from tandem.router.strategies.kv_wire import PIECE, AllBlocksCleared, BlockRemoved, BlockStored, decode
+from tandem.router.strategies.kv_wire import (
+    MOST_BLOCKS,
+    MOST_BYTES,
+    PIECE,
+    PIECE_TOKENS,
+    SMALL,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode,
+    pieces,
+)
 
 from .helpers import engine, prompt
 
@@ -102,9 +116,9 @@ def test_long_events_are_entered_piece_by_piece() -> None:
     (event,), _ = decode(batch(stored(block_hashes=hashes, token_ids=ids, extra_keys=keys, lora_name="l")))
     index, e = KvIndex(), engine("http://e:1")
     rank = index.follow(e)
-    pieces = list(event.pieces())
-    assert len(pieces) == 3
-    for piece in pieces:
+    parts = list(event.pieces())
+    assert len(parts) == 3
+    for piece in parts:
         piece(index, rank)
     asked = prompt([*ids, 0], lora="l", salt="s")
     assert index.match(asked, [e]).hit(e).tokens == len(ids)
@@ -113,3 +127,95 @@ def test_long_events_are_entered_piece_by_piece() -> None:
     for piece in event.pieces():
         piece(index, rank)
     assert index.count == 0
+
+
+class Tallied(KvIndex):
+    """Notes how many tokens are entered at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[int] = []
+
+    def store(self, rank: Any, hashes: Any, parent: Any, tokens: Any, *args: Any, **more: Any) -> None:
+        self.entered.append(len(tokens))
+        super().store(rank, hashes, parent, tokens, *args, **more)
+
+
+def entered(payload: bytes) -> tuple[Tallied, Engine, int]:
+    """The index after a batch, and how much of this could not be read."""
+    index, e, unread = Tallied(), engine("http://e:1"), 0
+    rank = index.follow(e, complete=True)
+    for work in pieces(payload):
+        if work is None:
+            unread += 1
+        else:
+            work(index, rank)
+    return index, e, unread
+
+
+@pytest.mark.parametrize("size", [1, 16, 2000, 65_536])
+@pytest.mark.parametrize("first_id", [0, 100, 250, 65_000, 100_000, 2**32 - 100])
+def test_what_is_large_is_entered_piece_by_piece_and_as_what_is_small(size: int, first_id: int) -> None:
+    """Whatever the width in which MessagePack writes an id."""
+    count = max(3, 100_000 // size)
+    ids = [first_id + i % 777 for i in range(count * size)]
+    keys: list[Any] = [["salt"], *[None] * (count - 1)]
+    event = stored(block_hashes=list(range(1, count + 1)), token_ids=ids, block_size=size, extra_keys=keys)
+    payload = batch(event, {"type": "BlockRemoved", "block_hashes": [count]})
+    assert len(payload) > SMALL
+    index, e, unread = entered(payload)
+    assert (unread, dict(index.dropped), index.count) == (0, {}, count - 1)
+    assert max(index.entered) <= max(PIECE_TOKENS, size)
+    asked = prompt([*ids, 1], salt="salt")
+    assert index.match(asked, [e]).hit(e).tokens == (count - 1) * size
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_ids": [-1] * 100_000},
+        {"token_ids": [1, "2"] * 50_000},
+        {"token_ids": "x" * 100_000},
+        {"token_ids": [1] * 99_999},
+        {"token_ids": None},
+        {"block_hashes": [None] * 50_000},
+        {"block_hashes": "y" * 100_000},
+        {"block_size": 0},
+        {"extra_keys": [["k"] * 20] * 50_000},
+        {"type": "BlockSplit"},
+        {"block_hashes": list(range(MOST_BLOCKS + 1)), "token_ids": [1] * (MOST_BLOCKS + 1), "block_size": 1},
+    ],
+    ids=lambda wrong: " ".join(wrong),
+)
+def test_of_what_is_large_too_only_that_is_lost_that_cannot_be_read(wrong: dict[str, Any]) -> None:
+    large = {"block_hashes": [7] * 50_000, "token_ids": [1] * 100_000, "extra_keys": None}
+    index, e, unread = entered(batch(stored(**{**large, **wrong}), stored(extra_keys=None)))
+    assert unread == 1
+    assert index.match(prompt([1, 2, 3, 4, 5]), [e]).hit(e).tokens == 4
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"a": "x" * SMALL}),
+        msgspec.msgpack.encode(["x" * SMALL, []]),
+        msgspec.msgpack.encode([1.0, "x" * SMALL]),
+        msgspec.msgpack.encode([1.0, [0] * SMALL]),
+        batch(stored(token_ids=[1] * 100_000))[:-9],
+        batch(stored(token_ids=[1] * MOST_BYTES)),
+        b"[" * 200_000,
+    ],
+    ids=range(9),
+)
+def test_what_is_no_batch_or_too_large_is_counted_once(payload: bytes) -> None:
+    index, _, unread = entered(payload)
+    assert (unread, index.count) == (1, 0)
+
+
+@given(st.binary(max_size=300), st.integers(0, 3))
+def test_no_bytes_do_harm(data: bytes, filled: int) -> None:
+    entered(data)
+    entered(msgspec.msgpack.encode([1.0, [msgspec.Raw(b"\xc0")] * filled]) + data)
+    entered(batch(stored(token_ids=[1] * (SMALL * (filled > 1))))[: -1 - filled] + data)

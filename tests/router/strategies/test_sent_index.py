@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.router.fleet import Fleet
 from tandem.router.strategies import SentIndex
 
-from .helpers import fleet, prompt
+from .helpers import engine, fleet, prompt
 
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
@@ -99,3 +103,40 @@ def test_prompts_without_ids_are_passed_over() -> None:
     index.sent(Prompt(1000), a)
     assert len(index) == 0
     assert index.match(Prompt(1000), [a]).hit(a).tokens == 0
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_nothing_is_kept_of_an_engine_that_has_left_also_when_its_requests_end_later(ends: str) -> None:
+    """What a decoder has computed is told when it has answered, which may be after it left."""
+    known = Fleet()
+    index, other = SentIndex(1, stride=1), engine("http://other:1")
+    known.on_loss(index.gone)
+    for number in range(3):
+        leaving = engine(f"http://e{number}:1")
+        known.add(leaving)
+        index.sent(prompt(range(50)), leaving)
+        if ends == "before":
+            index.sent(prompt(range(100)), leaving)
+        known.remove(leaving)
+        if ends == "after":
+            index.sent(prompt(range(100)), leaving)
+            assert index.match(prompt(range(50)), [leaving]).hit(leaving).tokens == 0
+        left = weakref.ref(leaving)
+        del leaving
+        index.sent(prompt([1]), other)  # what was known goes little by little
+        index.gone(other)  # and with it which lists were asked about
+        index.sent(prompt([1]), other)
+        gc.collect()
+        assert left() is None
+    assert len(index) == 1
+
+
+def test_an_engine_that_was_lost_and_comes_back_is_learnt_again() -> None:
+    known, index, one = Fleet(), SentIndex(1, stride=1), engine("http://e:1")
+    known.on_loss(index.gone)
+    known.add(one)
+    index.sent(prompt(range(50)), one)
+    known.lost(one, "gone")
+    assert index.match(prompt(range(50)), [one]).hit(one).tokens == 0
+    index.sent(prompt(range(30)), one)
+    assert index.match(prompt(range(50)), [one]).hit(one).tokens == 30

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from tandem.config import EngineSpec, RouterConfig, dns_source, kubernetes_source
 from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.dns import DnsDiscovery
@@ -47,6 +45,4 @@ def discovery(config: RouterConfig) -> MergedDiscovery:
 
 
 def _placed(spec: EngineSpec, role: EngineRole, config: RouterConfig) -> Member:
-    host = urlsplit(spec.url).hostname or ""
-    own = spec.kv_events.at(host) if spec.kv_events is not None else config.subscription(host)
-    return Member(spec.url, role, labels=spec.labels, kv_events=own)
+    return Member(spec.url, role, labels=spec.labels, kv_events=config.subscription_of(spec))

@@ -62,6 +62,7 @@ def read_engines(text: str, subscriptions: Subscriptions) -> frozenset[Member]:
 def _members(nodes: list[yaml.Node], subscriptions: Subscriptions) -> frozenset[Member]:
     members: dict[str, tuple[int, Member]] = {}
     mistakes: list[str] = []
+    followed: dict[str, int] = {}
     for i, node in enumerate(nodes):
         path = f"engines[{i}]"
         try:
@@ -69,6 +70,10 @@ def _members(nodes: list[yaml.Node], subscriptions: Subscriptions) -> frozenset[
             first, _ = members.setdefault(member.url, (i, member))
             if first != i:
                 raise _Mistake(node, f"{path}.url", f"{member.url} is that of engines[{first}] already")
+            for endpoint in sorted(member.kv_events.endpoints) if member.kv_events else ():
+                if (other := followed.setdefault(endpoint, i)) != i:
+                    what = f"its KV events would be followed at {endpoint}, as those of engines[{other}] are"
+                    raise _Mistake(node, f"{path}.kvEvents", f"{what}; give each engine its own endpoint")
         except _Mistake as mistake:
             mistakes.append(str(mistake))
     if mistakes:

@@ -26,6 +26,15 @@ _PARTS = 64
 _PART = _PARTS - 1
 _TIDIED = 512  # forgotten blocks cleared away with each event
 
+SIZES = 8
+"""Block sizes that are followed in all: each costs every prompt another chain of hashes. Engines of one
+endpoint have one or two."""
+SIZES_EACH = 4
+"""Block sizes that are followed of one engine, lest it take all of them."""
+GROUPS = 64
+"""KV cache groups that are followed of one rank: each is two bits of every set of holders."""
+_RECENT = 200  # events; when there are more, what was before counts half
+
 DEVICE = "GPU"
 """What vLLM calls the device's own memory, also on a CPU. Whatever else it names is the host's here."""
 
@@ -84,6 +93,15 @@ class Rank:
     """Block size and device bit of each group."""
     align: int = 1
     """Tokens that a hit is a multiple of."""
+    partly: bool = False
+    """Whether it has KV cache groups that are not followed (see `SIZES`, `GROUPS`): what it holds is not
+    known."""
+    heard: int = 0
+    """Events that were read, ever."""
+    read: float = 0.0
+    """Of late."""
+    unread: float = 0.0
+    """Events that came of late, and that could not be read."""
 
     @property
     def coverage(self) -> float:
@@ -92,6 +110,21 @@ class Rank:
         if not self.orphans:
             return 1.0 if self.blocks else float(self.complete)
         return self.blocks / (self.blocks + self.orphans)
+
+    def note(self, *, unread: bool = False) -> None:
+        """An event has come."""
+        if unread:
+            self.unread += 1
+        else:
+            self.read += 1
+            self.heard += 1
+        if self.read + self.unread > _RECENT:
+            self.read, self.unread = self.read / 2, self.unread / 2
+
+    @property
+    def unread_share(self) -> float:
+        """The part of its events of late that could not be read, 0 to 1."""
+        return self.unread / (self.read + self.unread) if self.unread else 0.0
 
 
 class KvIndex:
@@ -123,6 +156,7 @@ class KvIndex:
             self._ranks[engine] = (*self.ranks(engine), known)
         self._retire(known)
         known.complete, known.orphans = complete, 0
+        known.read = known.unread = 0.0
         return known
 
     def forget(self, engine: Engine) -> None:
@@ -150,7 +184,11 @@ class KvIndex:
         """Full blocks have entered a cache. `tokens`: those of all blocks; none where a block that is known
         moves to another tier. `extra_keys`: what is in a block's hash beside its tokens, for each block."""
         self.tidy(_TIDIED + 2 * len(hashes))
+        rank.note()
         held = self._group(rank, group, block_size)
+        if held is None:
+            rank.partly = True
+            return self._drop(rank, "not_followed", len(hashes))
         aligned = len(tokens) in (0, block_size * len(hashes)) and len(extra_keys or hashes) == len(hashes)
         if held.block_size != block_size or not aligned:
             return self._drop(rank, "unaligned", len(hashes))
@@ -194,6 +232,7 @@ class KvIndex:
     ) -> None:
         """A copy of each of these blocks has left a cache."""
         self.tidy(_TIDIED)
+        rank.note()
         held = rank.groups.get(group)
         on_device = medium is None or medium == DEVICE
         tier = None if held is None else held.device if on_device else held.host
@@ -217,7 +256,10 @@ class KvIndex:
 
     def clear(self, rank: Rank) -> None:
         """A rank holds nothing any more: from here on all that it holds is known."""
+        read, unread = rank.read, rank.unread
         self.follow(rank.engine, rank.number, complete=True)
+        rank.read, rank.unread = read, unread
+        rank.note()
 
     def tidy(self, most: int) -> bool:
         """Clear away so many blocks of what was forgotten, which counts no more. Whether anything is left."""
@@ -257,9 +299,12 @@ class KvIndex:
     def some(self, bits: int, most: int, start: int) -> list[Engine]:
         return self._slots.some(bits, most, start)
 
-    def _group(self, rank: Rank, number: int, block_size: int) -> _Group:
+    def _group(self, rank: Rank, number: int, block_size: int) -> _Group | None:
+        """None: it is one too many."""
         group = rank.groups.get(number)
         if group is None:
+            if len(rank.groups) >= GROUPS or not self._may_follow(rank.engine, block_size):
+                return None
             group = rank.groups[number] = _Group(self._slots.take(rank.engine), block_size)
             rank.holders = (*rank.holders, (block_size, group.device.bit))
             rank.align = math.lcm(rank.align, block_size)
@@ -267,11 +312,17 @@ class KvIndex:
             self._masks.clear()
         return group
 
+    def _may_follow(self, engine: Engine, block_size: int) -> bool:
+        own = {size for rank in self.ranks(engine) for size, _ in rank.holders}
+        return block_size in own or (
+            len(own) < SIZES_EACH and (block_size in self._sizes or len(self._sizes) < SIZES)
+        )
+
     def _retire(self, rank: Rank) -> None:
         for group in rank.groups.values():
             self._retired += (group.device, group.host)
             self._sizes[group.block_size] -= 1
-        rank.groups, rank.holders, rank.blocks, rank.align = {}, (), 0, 1
+        rank.groups, rank.holders, rank.blocks, rank.align, rank.partly = {}, (), 0, 1, False
         self._sizes += Counter()  # without those that are at 0
         self._masks.clear()
 
@@ -324,7 +375,7 @@ class KvMatch:
 def _tokens(rank: Rank, runs: dict[int, list[Run]]) -> int:
     """What all of a rank's groups hold."""
     held = [size * depth(runs.get(size, ()), bit) for size, bit in rank.holders]
-    if not held:
+    if not held or rank.partly:
         return 0
     tokens = min(held)
     return tokens - tokens % rank.align

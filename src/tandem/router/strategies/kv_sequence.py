@@ -17,6 +17,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 _HELD = 20_000
+_HELD_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,12 @@ class Sequence:
         self._progress = False
         self._last_attempt = False
         self._tried = False
-        self._held: deque[tuple[int, bytes]] = deque(maxlen=_HELD)
+        self._held: deque[tuple[int, bytes]] = deque()
+        self._held_bytes = 0
 
     def live(self, number: int, payload: bytes) -> None:
         if self.ask is not None:
-            self._held.append((number, payload))
+            self._hold(number, payload)
             return
         if self._next is not None and number <= self._last_live:
             self.counts["restart"] += 1
@@ -63,7 +65,7 @@ class Sequence:
         if self._next is None:
             if number and self._may_ask():
                 self._want(0)
-                self._held.append((number, payload))
+                self._hold(number, payload)
                 return
             self.out.append(Forget(complete=number == 0))
         elif number < self._next:
@@ -72,7 +74,7 @@ class Sequence:
             self.counts["gap"] += 1
             if self._may_ask():
                 self._want(max(0, self._next - 1))
-                self._held.append((number, payload))
+                self._hold(number, payload)
                 return
             self.counts["lost"] += 1
             self.out.append(Forget(complete=False))
@@ -137,7 +139,7 @@ class Sequence:
         """The publisher is known to be another."""
         self.counts["restart"] += 1
         self._next, self._last_live = None, -1
-        self._held.clear()
+        self._let_go()
         self._last_attempt = False
         self.out.clear()
         self.out.append(Forget(complete=False))
@@ -166,13 +168,24 @@ class Sequence:
         self.ask = None
         self._last_attempt = False
         held = list(self._held)
-        self._held.clear()
+        self._let_go()
         if held:  # the first of them has been seen before, where it made the replay be wanted
             self._last_live = min(self._last_live, held[0][0] - 1)
         self._tried = tried
         for number, payload in held:
             self.live(number, payload)
         self._tried = False
+
+    def _hold(self, number: int, payload: bytes) -> None:
+        """Keep a batch until the replay is over; of too many the oldest are lost, which is a gap."""
+        self._held.append((number, payload))
+        self._held_bytes += len(payload)
+        while len(self._held) > _HELD or self._held_bytes > _HELD_BYTES:
+            self._held_bytes -= len(self._held.popleft()[1])
+
+    def _let_go(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
 
     def _deliver(self, number: int, payload: bytes) -> None:
         self.out.append(payload)

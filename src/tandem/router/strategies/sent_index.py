@@ -63,11 +63,14 @@ class SentIndex:
         runs = self._holders.walk(spans, self._masks.of(candidates)) if spans else []
         return SentMatch(self, prompt, spans, runs, start)
 
-    def sent(self, prompt: Prompt, engine: Engine) -> None:
+    def sent(self, prompt: Prompt, engine: Engine) -> int:
+        """Returns how many of its spans are new there."""
         self._tidy()
+        if engine.left:  # its last requests end after it has left, and nothing would forget them
+            return 0
         spans = self._spans(prompt, whole=True)
         if not spans:
-            return
+            return 0
         known = self._of(engine)
         known.requests = now = known.requests + 1
         used = known.spans
@@ -83,9 +86,11 @@ class SentIndex:
             self._forget(known, _AT_ONCE + 2 * len(new), at_least=limit)
         while self._count > self._most:
             self._forget(self._leaving[-1] if self._leaving else self._fullest(), _AT_ONCE)
+        return len(new)
 
     def gone(self, engine: Engine) -> None:
-        """Forget an engine; its spans go little by little, so that nothing has to wait for it."""
+        """Forget an engine; its spans go little by little, so that nothing has to wait for it. It may come
+        back, unless it has left."""
         known = self._engines.pop(engine, None)
         self._masks.clear()
         if known is not None:
@@ -138,7 +143,8 @@ class SentIndex:
     def _mask(self, candidates: Sequence[Engine]) -> int:
         mask = 0
         for engine in candidates:
-            mask |= self._of(engine).bit
+            if not engine.left:
+                mask |= self._of(engine).bit
         return mask
 
     def _limit(self, engine: Engine) -> int:
