@@ -125,7 +125,7 @@ def plane(assets: Path, folder: Path, *, nodes: bool = False) -> Iterator[Plane]
             *("kube-controller-manager", *common, "--concurrent-deployment-syncs=20"),
             *("--concurrent-replicaset-syncs=20", "--concurrent-namespace-syncs=20"),
             # Fake nodes have no heart whose beats could be missed.
-            "--controllers=*,-node-lifecycle-controller",
+            "--node-monitor-grace-period=24h",
         ]
         stack.enter_context(_process(assets, controllers, folder / "controllers.log"))
         if nodes:
