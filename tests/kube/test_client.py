@@ -327,6 +327,26 @@ async def test_what_is_no_event_is_an_error(line: bytes) -> None:
     assert not isinstance(caught.value, ApiError)
 
 
+class Silent(httpx2.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}\n'
+        raise httpx2.ReadTimeout("")
+
+
+async def test_a_watch_that_falls_silent_ends_and_is_no_failure() -> None:
+    """A server may have nothing to say. Whether it is there, opening the watch again tells."""
+    client = answering(httpx2.Response(200, stream=Silent()))
+    told = [kind async for kind, _ in client.watch(POD, "ns", version="1")]
+    assert told == ["OPEN", "BOOKMARK"]
+
+
+async def test_a_watch_that_is_not_answered_is_a_failure() -> None:
+    client = answering(httpx2.ReadTimeout(""))
+    with pytest.raises(KubeError, match="ReadTimeout"):
+        async for _ in client.watch(POD, "ns", version="1"):
+            pass
+
+
 @pytest.mark.parametrize(
     ("answer", "reason", "message"),
     [

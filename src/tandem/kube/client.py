@@ -25,7 +25,8 @@ ANSWER_SECONDS = 30.0
 WATCH_SECONDS = 300
 """How long the server keeps a watch; then it is opened again where it ended."""
 SILENCE_SECONDS = 100.0
-"""A watch that is silent for longer is dead: API servers send a bookmark about each minute."""
+"""A watch that is silent for longer may be dead. API servers send a bookmark about each minute, but none
+for a kind of which nothing has changed since they started."""
 PAGE = 500
 """Objects in one answer to a list."""
 
@@ -176,8 +177,8 @@ class Client:
         """OPEN, without an object, when the server has taken the watch; then changes after `version`: ADDED,
         MODIFIED or DELETED with the object, BOOKMARK with its version.
 
-        Ends when the server ends it (after five minutes). Raises ApiError (`gone`) where the server no
-        longer knows the version.
+        Ends when the server ends it (after five minutes), or has been silent for so long that one may ask
+        whether it is still there. Raises ApiError (`gone`) where the server no longer knows the version.
         """
         query = {
             "watch": "true",
@@ -190,12 +191,14 @@ class Client:
         path = resource.path(namespace)
         timeout = httpx2.Timeout(CONNECT_SECONDS, read=SILENCE_SECONDS)
         self.sent["watch"] += 1
+        opened = False
         try:
             async with self._http.stream(
                 "GET", path, params=query, headers=headers, timeout=timeout
             ) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, await answer.aread())
+                opened = True
                 yield "OPEN", {}
                 async for line in answer.aiter_lines():
                     event = msgspec.json.decode(line, type=_Event)
@@ -205,6 +208,9 @@ class Client:
                     if not (_versioned(found) if event.type == "BOOKMARK" else _named(found)):
                         raise KubeError(f"GET {path}: an event without an object")
                     yield event.type, found
+        except httpx2.ReadTimeout as error:
+            if not opened:
+                raise KubeError(f"GET {path}: {_text(error)}") from error
         except (httpx2.HTTPError, httpx2.StreamError, msgspec.DecodeError) as error:
             raise KubeError(f"GET {path}: {_text(error)}") from error
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tandem.kube import Object
+from tandem.operator import render
 from tandem.operator.control import controller
 
-from ..endpoints import ROUTER_NAMESPACE
+from ..endpoints import ROUTER_NAMESPACE, SETTINGS, endpoint
 from .conftest import DECODE, World
 
 pytestmark = pytest.mark.timeout(300)  # the first one waits for the server
@@ -210,9 +211,21 @@ async def test_an_admission_webhook_that_fails_for_one_endpoint_is_told_and_hold
         "metadata": {"name": world.namespace},
         "webhooks": [hook],
     }
+    (ingress,) = [
+        o
+        for o in render(
+            endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS
+        ).objects
+        if o["kind"] == "Ingress"
+    ]
+
+    async def refused() -> bool:
+        """The API server takes it up by a watch."""
+        return bool(await asyncio.to_thread(world.server.refusals, ingress))
+
     await world.apply(configuration)
     try:
-        await asyncio.sleep(2)  # the API server takes it up by a watch
+        await world.until(refused, "the webhook")
         await world.apply(world.manifest())
         await world.until(world.state("DeploymentFailed"), "its state")
         message = (await world.endpoint())["status"]["conditions"][0]["message"]

@@ -124,6 +124,8 @@ def plane(assets: Path, folder: Path, *, nodes: bool = False) -> Iterator[Plane]
         controllers = [
             *("kube-controller-manager", *common, "--concurrent-deployment-syncs=20"),
             *("--concurrent-replicaset-syncs=20", "--concurrent-namespace-syncs=20"),
+            # Fake nodes have no heart whose beats could be missed.
+            "--node-monitor-grace-period=24h",
         ]
         stack.enter_context(_process(assets, controllers, folder / "controllers.log"))
         if nodes:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 
 from tandem.api.crd import NAME
-from tandem.kube import Client, Object
+from tandem.kube import ApiError, Client, Object
 from tandem.kube import resources as kinds
 from tandem.operator.control.owned import MANAGER
 
 WEBHOOK = "tandem-inferenceendpointconfigs"
 """The ValidatingWebhookConfiguration that is installed with the operator."""
 CONVERT_PATH, VALIDATE_PATH = "/convert", "/validate"
+
+_ATTEMPTS = 5
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +22,14 @@ async def trust(client: Client, service: str, namespace: str, bundle: str) -> No
     """Write the certificate into the resource's definition and the webhook's configuration, where it is not
     there already. Raises KubeError."""
     await _conversion(client, service, namespace, bundle)
-    await _validation(client, bundle)
+    for attempt in range(_ATTEMPTS):
+        try:
+            await _validation(client, bundle)
+            break
+        except ApiError as error:
+            # A conflict: another replica does the same.
+            if not error.conflict or attempt == _ATTEMPTS - 1:
+                raise
 
 
 async def _conversion(client: Client, service: str, namespace: str, bundle: str) -> None:
