@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from .conftest import NODE_LABELS
-from .endpoint import HERE
+from .endpoint import HERE, SYSTEM
 from .kube import Cluster, Object
-from .operating import Managed, Operator, managed
+from .operating import OPERATOR, Managed, Operator, managed
 
 SAMPLES = HERE.parent / "operator/manifests"
 IMAGES = ("public.ecr.aws/deep-learning-containers/vllm:server-hyperpod-cuda-v1.1",)
@@ -85,8 +85,16 @@ def test_as_they_are_they_say_what_is_missing(cluster: Cluster, operator: Operat
                 )
 
             cluster.wait_for(f"{name}: {lacks}", said)
-        keda = applied["dpd-s3"].condition("Autoscaling")
-        assert not keda, "it asks for no autoscaling"
+        # What the resource does not say of AWS the operator is told.
+        words = ("-n", SYSTEM, f"deployment/{OPERATOR}")
+        cluster.kubectl("set", "env", *words, "AWS_REGION=us-east-2")
+        cluster.kubectl("rollout", "status", *words, "--timeout=90s")
+        chat = applied["colocated-routing"]
+        cluster.wait_for(
+            "a driver", lambda: "fsx.csi.aws.com" in chat.condition("ModelSource").get("message", "")
+        )
+        assert chat.condition("Autoscaling")["reason"] == "KedaMissing"
+        assert applied["dpd-s3"].condition("Autoscaling") == {}
     for endpoint in applied.values():
         endpoint.delete("--ignore-not-found")
 
