@@ -19,7 +19,7 @@ from .operating import METRICS, OPERATOR, Managed, Operator, managed
 def pair(cluster: Cluster, operator: Operator, model: Path) -> Iterator[Managed]:
     """Two prefillers and two decoders, over NIXL."""
     resource = manifest("nixl", "faults", model)
-    resource["spec"]["metrics"]["enabled"] = False
+    resource["spec"]["metrics"]["enabled"] = True
     with managed(cluster, resource, model) as endpoint:
         cluster.wait_for("the endpoint", endpoint.complete, 90)
         yield endpoint

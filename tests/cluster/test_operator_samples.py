@@ -115,7 +115,7 @@ def test_with_this_clusters_weights_they_serve(
             count = {"dpd-s3": 3, "colocated-routing": 1}.get(name, 2)  # nobody adds any without KEDA
             cluster.wait_for("its pods placed", lambda e=made[-1], n=count: _placed(e) >= n)
         for endpoint in made:
-            cluster.wait_for(f"{endpoint.name} in use", endpoint.complete, 90)
+            cluster.wait_for(f"{endpoint.name} in use", lambda e=endpoint: e.complete() and e.in_use(), 90)
             short, long = endpoint.ask("hello"), endpoint.ask("The quick brown fox. " * 1500, max_tokens=4)
             assert (short.status_code, long.status_code) == (200, 200), (short.text, long.text)
             if "pdSpec" in endpoint.resource["spec"]:

@@ -107,8 +107,8 @@ CASES: dict[str, tuple[Object, str, str]] = {
     ),
     "a node that is lost": (
         pod(
-            conditions=[{"type": "Ready", "status": "False", "reason": "NodeNotReady"}],
-            containerStatuses=[container(state={"running": {}})],
+            conditions=[{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}],
+            containerStatuses=[container(state={"running": {}}) | {"ready": True}],
         ),
         "NodeNotReady",
         "node node-1 is not ready: its kubelet no longer answers",

@@ -109,8 +109,11 @@ def _unschedulable(pod: Object) -> _Found | None:
 
 
 def _lost(pod: Object, status: Object) -> _Found | None:
-    ready = condition(pod, "Ready")
-    if ready.get("reason") == "NodeNotReady" or status.get("reason") == "NodeLost":
+    """The node's lifecycle controller takes the pod's readiness away without giving a reason; a kubelet has
+    one, and takes that of the containers too."""
+    ready, containers = condition(pod, "Ready"), condition(pod, "ContainersReady")
+    silent = ready.get("status") == "False" and not ready.get("reason")
+    if (silent and containers.get("status") == "True") or status.get("reason") == "NodeLost":
         node = pod.get("spec", {}).get("nodeName", "?")
         return "NodeNotReady", f"node {node} is not ready: its kubelet no longer answers"
     return None
