@@ -20,7 +20,8 @@ def report(cluster: Cluster) -> str:
         what = event["involvedObject"]
         lines.append(f"{what['kind']} {what.get('name')}: {event.get('reason')}: {event.get('message')}")
     for pod in pods:
-        if not ready(pod) and "deletionTimestamp" not in pod["metadata"]:
+        ill = not ready(pod) or any(container["restartCount"] for container in _statuses(pod))
+        if ill and "deletionTimestamp" not in pod["metadata"]:
             lines += _logs(cluster, pod)
     return "\n".join(lines)
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from .conftest import NODE_LABELS
-from .endpoint import HERE
+from .endpoint import HERE, SYSTEM
 from .kube import Cluster, Object
-from .operating import Managed, Operator, managed
+from .operating import OPERATOR, Managed, Operator, managed
 
 SAMPLES = HERE.parent / "operator/manifests"
 IMAGES = ("public.ecr.aws/deep-learning-containers/vllm:server-hyperpod-cuda-v1.1",)
@@ -85,8 +85,16 @@ def test_as_they_are_they_say_what_is_missing(cluster: Cluster, operator: Operat
                 )
 
             cluster.wait_for(f"{name}: {lacks}", said)
-        keda = applied["dpd-s3"].condition("Autoscaling")
-        assert not keda, "it asks for no autoscaling"
+        # What the resource does not say of AWS the operator is told.
+        words = ("-n", SYSTEM, f"deployment/{OPERATOR}")
+        cluster.kubectl("set", "env", *words, "AWS_REGION=us-east-2")
+        cluster.kubectl("rollout", "status", *words, "--timeout=90s")
+        chat = applied["colocated-routing"]
+        cluster.wait_for(
+            "a driver", lambda: "fsx.csi.aws.com" in chat.condition("ModelSource").get("message", "")
+        )
+        assert chat.condition("Autoscaling")["reason"] == "KedaMissing"
+        assert applied["dpd-s3"].condition("Autoscaling") == {}
     for endpoint in applied.values():
         endpoint.delete("--ignore-not-found")
 
@@ -104,10 +112,10 @@ def test_with_this_clusters_weights_they_serve(
             label = f"node.kubernetes.io/instance-type={kind}"
             cluster.kubectl("label", "nodes", "--all", "--overwrite", label, "pool=prefill")
             made.append(stack.enter_context(managed(cluster, resource, model)))
-            count = 3 if name == "dpd-s3" else 2
+            count = {"dpd-s3": 3, "colocated-routing": 1}.get(name, 2)  # nobody adds any without KEDA
             cluster.wait_for("its pods placed", lambda e=made[-1], n=count: _placed(e) >= n)
         for endpoint in made:
-            cluster.wait_for(f"{endpoint.name} in use", endpoint.complete, 90)
+            cluster.wait_for(f"{endpoint.name} in use", lambda e=endpoint: e.complete() and e.in_use(), 90)
             short, long = endpoint.ask("hello"), endpoint.ask("The quick brown fox. " * 1500, max_tokens=4)
             assert (short.status_code, long.status_code) == (200, 200), (short.text, long.text)
             if "pdSpec" in endpoint.resource["spec"]:

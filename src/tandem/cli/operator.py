@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 from tandem.cli import ENVIRONMENT, OK, complain
@@ -14,6 +15,7 @@ from tandem.cli.up import port
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
+    parser.set_defaults(region=os.environ.get("AWS_REGION"))
     parser.add_argument(
         "--kubeconfig", type=Path, help="the cluster; default: the pod's own, $KUBECONFIG or ~/.kube/config"
     )

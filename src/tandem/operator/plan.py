@@ -110,6 +110,12 @@ class Plan:
         """NIXL's plug-in. Both sides of a hand-off need the same, so EFA counts where all pods have it."""
         return "LIBFABRIC" if all(map(self.efa, self.pools)) else "UCX"
 
+    @property
+    def router_leaves(self) -> int:
+        """Seconds in which a router that has to leave still takes requests. With LMCache the next one starts
+        when it is gone, and must not wait."""
+        return sizes.DRAIN_DELAY if self.lmcache_pd else sizes.ROUTER_DRAIN_DELAY
+
     def grace(self, pool: Pool) -> sizes.Grace:
         if pool.role is Role.PREFILL and not self.lmcache_pd:
             return sizes.grace(self.times, KV_LEASE_SECONDS, "until the last KV is fetched or its lease ends")

@@ -16,7 +16,7 @@ from tandem.engine import (
 )
 from tandem.engine.pd_buffer import CHUNK_TOKENS
 from tandem.engine.roles import served_model_names
-from tandem.operator import model_files, names, sizes
+from tandem.operator import model_files, names
 from tandem.operator.errors import RenderError
 from tandem.operator.lmcache import receiver_ports
 from tandem.operator.plan import Plan
@@ -37,7 +37,7 @@ def router_config(plan: Plan) -> RouterConfig:
         "host": "0.0.0.0",
         "port": names.ROUTER_PORT,
         "admin_port": names.ROUTER_ADMIN_PORT,
-        "drain_delay": float(sizes.DRAIN_DELAY),
+        "drain_delay": float(plan.router_leaves),
         "drain_timeout": float(plan.times.longest_stream),
         "discover_kubernetes": f"{plan.names.namespace}:{names.PROXY_PORT}:{pods}",
         "invocation_path": invocation_path(plan.spec),

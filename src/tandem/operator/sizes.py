@@ -22,6 +22,9 @@ SLOWEST_TOKEN_SECONDS = 0.05
 LONGEST_GRACE = 3600
 """Seconds that a pod which has to leave is given at most."""
 
+ROUTER_DRAIN_DELAY = 30
+"""Seconds in which a router that has to leave still takes requests: as long as another needs to start, when a
+node is drained of the only one."""
 DRAIN_DELAY = 15
 """Seconds from a pod's end being decided until name servers, load balancers and routers know: DNS answers
 live 5 s (CoreDNS), a load balancer's deregistration starts within 10 s."""
@@ -143,14 +146,12 @@ class Grace:
         return self.leave + self.drain + self.linger + 30
 
 
-def grace(times: Times, linger: int, why_linger: str) -> Grace:
+def grace(times: Times, linger: int, why_linger: str, leave: int = DRAIN_DELAY) -> Grace:
     drain = times.longest_stream
-    total = DRAIN_DELAY + drain + linger + 30
+    total = leave + drain + linger + 30
     waits = f" + {linger} s {why_linger}" if linger else ""
-    reason = (
-        f"grace: {DRAIN_DELAY} s to be forgotten + {drain} s for answers{waits} + 30 s to end = {total} s"
-    )
-    return Grace(DRAIN_DELAY, drain, linger, reason)
+    reason = f"grace: {leave} s to be forgotten + {drain} s for answers{waits} + 30 s to end = {total} s"
+    return Grace(leave, drain, linger, reason)
 
 
 def quantity(size: int) -> str:

@@ -107,8 +107,8 @@ CASES: dict[str, tuple[Object, str, str]] = {
     ),
     "a node that is lost": (
         pod(
-            conditions=[{"type": "Ready", "status": "False", "reason": "NodeNotReady"}],
-            containerStatuses=[container(state={"running": {}})],
+            conditions=[{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}],
+            containerStatuses=[container(state={"running": {}}) | {"ready": True}],
         ),
         "NodeNotReady",
         "node node-1 is not ready: its kubelet no longer answers",
@@ -184,6 +184,28 @@ def test_a_pull_that_fails_again_and_again_is_one_trouble() -> None:
     pause = f'Back-off pulling image "vllm/x": ErrImagePull: {cause}'
     between = pod(containerStatuses=[waiting("ImagePullBackOff", pause)])
     assert pod_trouble(tried) == pod_trouble(between)
+
+
+@pytest.mark.parametrize(
+    ("reason", "at", "said"),
+    [
+        ("Unhealthy", "00:00:29", False),
+        ("Unhealthy", "00:00:30", True),
+        ("FailedMount", "00:00:00", True),
+        ("FailedScheduling", "00:00:30", False),
+    ],
+)
+def test_what_is_over_is_no_trouble(reason: str, at: str, said: bool) -> None:
+    found = pod(
+        containerStatuses=[
+            container(state={"running": {"startedAt": "2026-11-30T00:00:00Z"}}, started=True),
+            container("nginx", state={"running": {"startedAt": "2026-11-29T23:00:00Z"}}, started=True),
+        ]
+    )
+    event = {"type": "Warning", "reason": reason, "lastTimestamp": f"2026-11-30T{at}Z"}
+    earlier = {"type": "Warning", "reason": "FailedMount", "lastTimestamp": "2026-11-29T23:59:59Z"}
+    trouble = pod_trouble(found, [earlier, event])
+    assert (trouble and trouble.reason) == (reason if said else None)
 
 
 def test_nothing_is_asked_of_an_engine_that_loads() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from tandem.kube import Object
@@ -12,6 +13,8 @@ from tandem.operator.texts import shortened
 
 LONGEST_TEXT = 600
 """Characters of a message that are kept."""
+UNHEALTHY_SECONDS = 30.0
+"""A container that runs for so long and still fails a probe is in trouble."""
 
 _STARTING = ("ContainerCreating", "PodInitializing")
 _PULLING = ("ErrImagePull", "ImagePullBackOff")
@@ -50,7 +53,7 @@ def pod_trouble(pod: Object, warnings: Sequence[Object] = ()) -> Trouble | None:
         or _lost(pod, status)
         or _evicted(status)
         or next(_containers(status), None)
-        or (None if is_loading(pod) else _warned(warnings))
+        or (None if is_loading(pod) else _warned(warnings, _running_since(status)))
     )
     return Trouble(*found, pod["metadata"]["name"]) if found else None
 
@@ -106,8 +109,11 @@ def _unschedulable(pod: Object) -> _Found | None:
 
 
 def _lost(pod: Object, status: Object) -> _Found | None:
-    ready = condition(pod, "Ready")
-    if ready.get("reason") == "NodeNotReady" or status.get("reason") == "NodeLost":
+    """The node's lifecycle controller takes the pod's readiness away without giving a reason; a kubelet has
+    one, and takes that of the containers too."""
+    ready, containers = condition(pod, "Ready"), condition(pod, "ContainersReady")
+    silent = ready.get("status") == "False" and not ready.get("reason")
+    if (silent and containers.get("status") == "True") or status.get("reason") == "NodeLost":
         node = pod.get("spec", {}).get("nodeName", "?")
         return "NodeNotReady", f"node {node} is not ready: its kubelet no longer answers"
     return None
@@ -169,12 +175,39 @@ def last_error(text: str) -> str:
     return _short((loud or lines or [""])[-1])
 
 
-def _warned(warnings: Sequence[Object]) -> _Found | None:
-    bad = [event for event in warnings if event.get("type") == "Warning"]
+def _running_since(status: Object) -> str:
+    """When the last of the containers was started; empty where none runs."""
+    states = [found.get("state", {}) for found in status.get("containerStatuses") or ()]
+    return max(
+        (state["running"].get("startedAt") or "" for state in states if "running" in state), default=""
+    )
+
+
+def _warned(warnings: Sequence[Object], since: str) -> _Found | None:
+    """`since`: when the containers were started. What was before that is over, as is that no node took the
+    pod; and every container fails its first probes."""
+    bad = [
+        event
+        for event in warnings
+        if event.get("type") == "Warning"
+        and event.get("reason") != "FailedScheduling"
+        and _seconds(since, _when(event)) >= (UNHEALTHY_SECONDS if event.get("reason") == "Unhealthy" else 0)
+    ]
     if not bad:
         return None
-    newest = max(bad, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
+    newest = max(bad, key=_when)
     return newest.get("reason") or "Warning", _short(newest.get("message") or "")
+
+
+def _when(event: Object) -> str:
+    return event.get("lastTimestamp") or event.get("eventTime") or ""
+
+
+def _seconds(since: str, until: str) -> float:
+    """Between two times as the API has them; endless where the first is not known."""
+    if not since or not until:
+        return float("inf")
+    return (datetime.fromisoformat(until) - datetime.fromisoformat(since)).total_seconds()
 
 
 def _short(text: str) -> str:

@@ -20,13 +20,14 @@ from tandem.operator.plan import Plan
 from tandem.operator.routing import router_config
 from tandem.operator.scaling import is_scaled, router_scaling
 
+_READY_SECONDS = 5
 _COLLECTOR_FILE = "/etc/tandem/collector.yaml"
 
 
 def deployment(plan: Plan, config: Object | None) -> Object:
     """`config` is the router's ConfigMap, if it has one."""
     selector = plan.names.router_selector()
-    grace = sizes.grace(plan.times, 0, "")
+    grace = sizes.grace(plan.times, 0, "", plan.router_leaves)
     annotations = {names.SIZES_ANNOTATION: f"{plan.times.reason}\n{grace.reason}\n"}
     made = head(
         plan, "apps/v1", "Deployment", plan.names.router, "router", system=True, annotations=annotations
@@ -39,7 +40,10 @@ def deployment(plan: Plan, config: Object | None) -> Object:
             "subPath": config_maps.COLLECTOR,
             "readOnly": True,
         }
-        containers.append(collector(plan, mount, _COLLECTOR_FILE))
+        # Ended at once it would take the whole pod's readiness with it, and requests a router that still takes
+        # them. Its image has no `sleep`; Kubernetes has, from 1.30 on.
+        stays = {"preStop": {"sleep": {"seconds": plan.router_leaves}}}
+        containers.append(collector(plan, mount, _COLLECTOR_FILE) | {"lifecycle": stays})
     pod: Object = {
         "serviceAccountName": plan.names.router,
         "automountServiceAccountToken": True,  # it watches the pods of its engines
@@ -79,11 +83,15 @@ def _strategy(plan: Plan) -> Object:
 
 
 def _readiness(plan: Plan) -> Object:
-    """With LMCache prefillers have to reach the router before it can prove that one of them works; and it has
-    to be known to leave well before it is gone (see `notify_service`)."""
-    if not plan.lmcache_pd:
-        return http_probe("/ready", names.ROUTER_PORT, periodSeconds=5, timeoutSeconds=5)
-    return http_probe(DECODING_PATH, names.ROUTER_PORT, periodSeconds=5, timeoutSeconds=5, failureThreshold=2)
+    """A router that leaves says no from then on. Where it is the only one, requests go to it as long as its
+    probe has not failed so often: until it takes none any more.
+
+    With LMCache prefillers have to reach the router before it can prove that one of them works; and it has to
+    be known to leave well before it is gone (see `notify_service`)."""
+    path = DECODING_PATH if plan.lmcache_pd else "/ready"
+    patience = 2 if plan.lmcache_pd else 1 + plan.router_leaves // _READY_SECONDS
+    seconds = {"periodSeconds": _READY_SECONDS, "timeoutSeconds": 5}
+    return http_probe(path, names.ROUTER_PORT, **seconds, failureThreshold=patience)
 
 
 def _router(plan: Plan) -> Object:
