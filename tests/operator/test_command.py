@@ -138,3 +138,20 @@ def test_a_config_that_is_none_is_told(run: Run, text: str, tmp_path: Path) -> N
     code, _, err = run("-f", S3, "--model-config", config)
     assert code == 2
     assert str(config) in err
+
+
+def test_no_text_of_the_resource_gets_out_of_a_comment(run: Run, tmp_path: Path) -> None:
+    """What is printed is applied: a line that a note ends with would be an object of its own."""
+    forged = "x\\n---\\napiVersion: v1\\nkind: Secret\\nmetadata: {name: x}\\u2028kind: Secret\\r\\e[31m"
+    text = S3.read_text("utf-8").replace('"--model"', f'"--tokenizer", "{forged}", "--model"')
+    file = tmp_path / "a\nkind: Secret\n#.yaml"
+    file.write_text(text.replace("modelLocation: Llama", f'modelLocation: "llama-3-70b{forged}" #'), "utf-8")
+    code, out, err = run("-f", file)
+    assert (code, err) == (0, "")
+    assert "--tokenizer x" in out.partition("---\n")[0]
+    assert {d["kind"] for d in yaml.safe_load_all(out) if d} == {
+        o["kind"] for o in rendered("dpd-s3").objects
+    }
+    _, _, err = run("-f", file, "--json")
+    assert all(line.startswith("tandem: ") for line in err.splitlines())
+    assert "\x1b" not in err

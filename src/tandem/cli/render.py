@@ -51,6 +51,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from tandem.api import InvalidResource, load_endpoint
+    from tandem.api.problem import one_line
     from tandem.engine.validation import validate
     from tandem.operator import RenderError, document, render
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         return USAGE
     if arguments.json:
         for note in rendering.notes:
-            complain(note)
+            complain(one_line(note))
         objects = {"apiVersion": "v1", "kind": "List", "items": list(rendering.objects)}
         json.dump(objects, sys.stdout, indent=2)
         print()

@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from tandem.api import Endpoint, Role
 from tandem.api import validation as of_resource
-from tandem.api.annotations import parse_annotations
+from tandem.api.annotations import PREFIX, parse_annotations
+from tandem.api.conventions import DEFAULT_MOUNT
+from tandem.api.crd.structural import Location
 from tandem.api.models import GROUP, KIND, EnvVar
 from tandem.api.validation import Found, Lines, Report, Subject
 from tandem.api.validation.checks.resources import gpus
-from tandem.api.validation.subject import location
+from tandem.api.validation.subject import location, objects_in
 from tandem.engine import roles
 from tandem.engine.args import flag_value, switch
 from tandem.engine.errors import EngineError
@@ -176,7 +178,7 @@ def _places(subject: Subject, flags: Flags) -> Iterator[Found]:
         )
     model, mount = (
         roles.model_argument(flags.args),
-        subject.text("spec.worker.modelVolumeMount.mountPath", "/opt/ml/model"),
+        subject.text("spec.worker.modelVolumeMount.mountPath", DEFAULT_MOUNT),
     )
     last = flags.last("--model") or flags.last("")
     if model and last and model.startswith("/") and not f"{model}/".startswith(f"{mount.rstrip('/')}/"):
@@ -247,6 +249,7 @@ def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
         connector = choose_connector(endpoint)
     except EngineError:
         return
+    yield from _cache_file(subject, connector.name)
     cache = "spec.kvCacheSpec"
     wanted = subject.get(f"{cache}.enableL1Cache") is True or subject.text(f"{cache}.cacheConfigFile")
     if connector.name != "lmcache" and (wanted or subject.flag(f"{cache}.enableL2Cache", default=False)):
@@ -255,6 +258,32 @@ def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
             location(cache),
             "has no effect, as the engines run without LMCache: neither the image nor a flag carries it",
         )
+
+
+def _cache_file(subject: Subject, connector: str) -> Iterator[Found]:
+    """Mounts of LMCache's configuration, which not every pod has."""
+    cache = "spec.kvCacheSpec"
+    kept = subject.flag(f"{cache}.enableL1Cache", default=True) or (
+        subject.flag(f"{cache}.enableL2Cache", default=False)
+        and "redis" in subject.text(f"{cache}.l2CacheSpec.l2CacheBackend").lower()
+    )
+    there = connector == "lmcache" and not subject.text(f"{cache}.cacheConfigFile")
+    if there and (subject.disaggregated or kept):
+        return
+    for at, mount in _mounts(subject):
+        if mount.get("name") == "lmcache-config":
+            said = "is 'lmcache-config', but there is no such volume: no file is made for LMCache"
+            yield Found("IEC223", (*at, "name"), said)
+
+
+def _mounts(subject: Subject) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """Of init containers, and of what annotations add to the roles."""
+    for at, container in subject.objects("spec.kubernetes.initContainers"):
+        yield from objects_in(container.get("volumeMounts"), (*at, "volumeMounts"))
+    extensions, _ = parse_annotations(subject.annotations if subject.disaggregated else {})
+    for role, own in extensions.roles.items():
+        place = ("metadata", "annotations", f"{PREFIX}{role}-volume-mounts")
+        yield from objects_in(list(own.volume_mounts), place)
 
 
 def _port(subject: Subject, endpoint: Endpoint, of_role: Mapping[Role, Flags]) -> Iterator[Found]:

@@ -11,6 +11,7 @@ import yaml
 
 from tandem.api.crd.structural import Location
 from tandem.api.models import GROUP, KIND
+from tandem.api.problem import one_line
 from tandem.api.strict_yaml import Loader, documents
 from tandem.api.validation.report import Finding, Lines, Position
 
@@ -97,7 +98,7 @@ def _add(manifest: Manifest, value: Any, lines: Lines) -> None:
             manifest.findings.append(Finding("IEC004", "kind", message, within.get(("kind",), where)))
         else:
             what = f"a {kind}" if isinstance(kind, str) and kind else "an object without kind"
-            manifest.notes.append(f"{where}: {what} is not looked at")
+            manifest.notes.append(one_line(f"{where}: {what} is not looked at"))
 
 
 def _objects(value: Any, at: Location) -> Iterator[tuple[Location, Any]]:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from tandem.api.crd.structural import Location
-from tandem.api.problem import field_path
+from tandem.api.problem import field_path, one_line
 from tandem.api.validation.rules import RULES
 
 
@@ -61,11 +61,11 @@ class Finding:
 
     @property
     def said(self) -> str:
-        """The field and what is wrong with it."""
-        return f"{self.path}: {self.message}" if self.path else self.message
+        """The field and what is wrong with it, on one line."""
+        return one_line(f"{self.path}: {self.message}" if self.path else self.message)
 
     def __str__(self) -> str:
-        place = f"{self.position}: " if self.position else ""
+        place = one_line(f"{self.position}: ") if self.position else ""
         return f"{place}{self.severity} {self.rule} {self.said}"
 
     def as_dict(self) -> dict[str, Any]:

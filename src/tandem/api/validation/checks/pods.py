@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tandem.api.conventions import RESERVED_VOLUMES
+from tandem.api import conventions
 from tandem.api.crd.structural import Location
+from tandem.api.models import Role
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location, objects_in, whole
 
@@ -73,10 +74,12 @@ def _names_of(listed: list[tuple[Location, dict[str, Any]]], what: str) -> Itera
 
 
 def mount_errors(mounts: Any, at: Location, volumes: Iterable[str]) -> Iterator[Found]:
-    """Mounts of volumes that the pod does not have."""
-    known = sorted({*volumes, *RESERVED_VOLUMES})
+    """Mounts of volumes that the pod does not have, and those without a place."""
+    known = sorted(volumes)
     for where, mount in objects_in(mounts, at):
         name = mount.get("name")
+        if mount.get("mountPath") == "":
+            yield Found("IEC230", (*where, "mountPath"), "must not be empty: where the volume is mounted")
         if isinstance(name, str) and name not in known:
             yield Found(
                 "IEC223",
@@ -85,21 +88,65 @@ def mount_errors(mounts: Any, at: Location, volumes: Iterable[str]) -> Iterator[
             )
 
 
+def folder_errors(folder: str, at: Location) -> Iterator[Found]:
+    """Whether something can be mounted there in the model container."""
+    if ours := conventions.clash(folder):
+        yield Found(
+            "IEC233",
+            at,
+            f"must be apart from {ours}, where Tandem has a volume of its own (it is {folder!r})",
+        )
+
+
 def volume_names(subject: Subject) -> set[str]:
-    """The volumes that every model pod has, less those with reserved names."""
+    """The volumes that every model pod has, less those that Tandem adds."""
     named = {str(v.get("name")) for _, v in subject.objects("spec.kubernetes.volumes")}
     return named | {subject.text("spec.worker.modelVolumeMount.name")} - {""}
+
+
+def added_volumes(subject: Subject) -> set[str]:
+    """The volumes that Tandem adds to every model pod. Whether LMCache's is there, its connector tells."""
+    unused = {"gated-model-downloader-configmap"}
+    if not (_fetches(subject) and _source(subject) in ("s3", "fsx")):
+        unused |= {"model-weights-copy", "parallel-copy-configmap"}
+    return {*conventions.RESERVED_VOLUMES} - unused
+
+
+def _source(subject: Subject) -> str:
+    return subject.text("spec.modelSourceConfig.modelSourceType")
+
+
+def _fetches(subject: Subject) -> bool:
+    """Whether a container fetches the weights before the engine starts."""
+    asked = subject.flag("spec.modelSourceConfig.prefetchEnabled", default=False)
+    return asked and _source(subject) != "kubernetesVolume"
+
+
+def _container_names(subject: Subject) -> set[str]:
+    """Of the containers that Tandem puts into model pods."""
+    endpoint = subject.text("metadata.name")
+    engines = {f"{role}-{endpoint}" for role in Role} if subject.disaggregated else {endpoint}
+    named = engines | {conventions.PROXY_CONTAINER}
+    if subject.flag("spec.metrics.enabled", default=True):
+        named.add(conventions.COLLECTOR_CONTAINER)
+    if _fetches(subject):
+        downloads = _source(subject) == "huggingface"
+        named.add(conventions.DOWNLOAD_CONTAINER if downloads else conventions.COPY_CONTAINER)
+    return named
 
 
 def _init_containers(subject: Subject) -> Iterator[Found]:
     listed = list(subject.objects("spec.kubernetes.initContainers"))
     yield from _names_of(listed, "container")
+    volumes, taken = volume_names(subject) | added_volumes(subject), _container_names(subject)
     for where, container in listed:
+        name = container.get("name")
+        if isinstance(name, str) and name in taken:
+            said = f"is {name!r}, as a container of Tandem's in the same pod; choose another name"
+            yield Found("IEC222", (*where, "name"), said)
         if not container.get("image"):
             yield Found("IEC230", (*where, "image"), "is required: the init container's image")
-        yield from mount_errors(
-            container.get("volumeMounts"), (*where, "volumeMounts"), volume_names(subject)
-        )
+        yield from mount_errors(container.get("volumeMounts"), (*where, "volumeMounts"), volumes)
         yield from variable_errors(container.get("env"), (*where, "env"))
 
 

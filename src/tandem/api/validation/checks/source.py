@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tandem.api.conventions import RESERVED_VOLUMES
+from tandem.api.conventions import DEFAULT_MOUNT, RESERVED_VOLUMES
+from tandem.api.validation.checks.pods import folder_errors
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location
 
@@ -109,13 +110,15 @@ def _model_volume(subject: Subject) -> Iterator[Found]:
         yield Found(
             "IEC234", location(f"{_MOUNT}.name"), f"is {name!r}, a name that is taken; choose another"
         )
-    path = subject.text(f"{_MOUNT}.mountPath", "/opt/ml/model")
+    path = subject.text(f"{_MOUNT}.mountPath", DEFAULT_MOUNT)
     if not path.startswith("/") or re.search(r":|/\.\.(/|$)", path):
         yield Found(
             "IEC233",
             location(f"{_MOUNT}.mountPath"),
             f"must be an absolute path without ':' and '..' (it is {path!r})",
         )
+    else:
+        yield from folder_errors(path, location(f"{_MOUNT}.mountPath"))
 
 
 def _volumes(subject: Subject) -> Iterator[tuple[str, set[str]]]:
