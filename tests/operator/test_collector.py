@@ -112,7 +112,7 @@ def test_the_collector_fills_nothing_in_that_the_resource_says(otelcol: Path, tm
         text = found["data"]["collector.yaml"]
         file = tmp_path / "collector.yaml"
         file.write_text(text, "utf-8")
-        words = [otelcol, "print-config", "--feature-gates=otelcol.printInitialConfig", f"--config={file}"]
+        words = [otelcol, "print-config", f"--config={file}"]
         env = {**os.environ, "POD_NAME": "p", "NODE_NAME": "n"}
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
