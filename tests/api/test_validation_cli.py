@@ -274,3 +274,10 @@ def test_whatever_a_manifest_holds_each_finding_is_one_line(run: Run) -> None:
         assert all(line.startswith(first) for line in out.splitlines())
         assert [line.partition(":")[0] for line in err.splitlines()] == ["note", "1 endpoint"]
         assert "\x1b" not in out + err
+
+
+def test_a_file_beyond_all_manifests_is_not_read(run: Run) -> None:
+    write(large=f"{GOOD}# {'x' * (4 << 20)}\n")
+    code, out, err = run("-f", "large.yaml")
+    assert (code, out) == (USAGE, "")
+    assert err == "tandem: large.yaml: is larger than 4 MiB; API servers take no object so large\n"

@@ -32,7 +32,7 @@ LMCACHE_FOLDER = "/etc/tandem/lmcache"
 """Where Tandem mounts its own volumes in the model container. The last two are read-only: nothing can be
 mounted below them."""
 
-_PLAIN_PATH = re.compile(r"/[A-Za-z0-9._~/-]*")
+_PLAIN_PATH = re.compile(r"(?!.*(?://|/\.\.?(?:/|$)))/[A-Za-z0-9._~/-]*")
 
 
 def clash(folder: str) -> str | None:
@@ -46,9 +46,9 @@ def clash(folder: str) -> str | None:
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether a path can stand in configurations as it is."""
+    """Whether a path can stand in configurations as it is, and in an Ingress, which takes no `//`, `/../`."""
     return _PLAIN_PATH.fullmatch(path) is not None
 
 
-PLAIN_PATH = "a plain path, of letters, digits and . _ ~ - /"
+PLAIN_PATH = "a plain path, of letters, digits and . _ ~ - /, without // and parts that are . or .."
 """What such a path is, in words."""

@@ -10,7 +10,7 @@ from tandem.api.conversion import ConversionError, convert
 from tandem.api.crd import with_whole_numbers
 from tandem.api.models import KIND, Endpoint
 from tandem.api.problem import InvalidResource, Problem
-from tandem.api.validation.manifest import read_manifest
+from tandem.api.validation.manifest import MOST_BYTES, file_text, read_manifest
 from tandem.api.validation.report import Finding, shown_path
 from tandem.api.validation.server import server_errors
 from tandem.api.validation.subject import Subject
@@ -23,9 +23,10 @@ def load_endpoint(path: Path) -> tuple[Endpoint, dict[str, Any]]:
     Raises InvalidResource with every problem, or OSError when the file cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidResource(str(path), [Problem("the file", f"is not UTF-8 text: {error}")]) from None
+        with path.open("rb") as file:
+            text = file_text(file.read(MOST_BYTES + 1))
+    except ValueError as error:
+        raise InvalidResource(str(path), [Problem("the file", str(error))]) from None
     return parse_endpoint(text, source=str(path))
 
 

@@ -26,12 +26,16 @@ from tandem.engine.kv_events import MOST_RANKS
 from tandem.engine.kv_transfer import choose_connector
 from tandem.engine.pair_checks import pair_checks
 from tandem.engine.pod_ports import taken_ports
+from tandem.engine.roles import MOST_TEXT, TOO_LONG, expanded_size
 
 _PD = "spec.pdSpec"
 _VARIABLES = "spec.worker.environmentVariables"
 _ROUTING = "spec.intelligentRoutingSpec"
 _SPECS = {Role.PREFILL: f"{_PD}.prefillSpec", Role.DECODE: f"{_PD}.decodingSpec"}
 _COMMAND_LINES = ("spec.worker.command", "spec.worker.args", *(f"{path}.args" for path in _SPECS.values()))
+MOST_WORDS = 1000
+"""Of one list of flags; vLLM has some 250."""
+
 _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
 
@@ -61,6 +65,9 @@ def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = Non
     if not all(_is_command_line(subject.get(path)) for path in _COMMAND_LINES):
         return  # the schema's matter; what is left of the flags would be misread
     own = _role_variables(subject)
+    if too_large := list(_too_large(subject, own)):
+        yield from too_large
+        return  # nothing else is read of what no program could be started with
     yield from _references(subject, own)
     endpoint = readable(subject)
     if endpoint is None:
@@ -83,6 +90,35 @@ def _role_variables(subject: Subject) -> dict[Role, list[EnvVar]]:
     """What the annotations add to each role's environment."""
     extensions, _ = parse_annotations(subject.annotations if subject.disaggregated else {})
     return {role: [EnvVar.model_validate(v) for v in extensions.roles[role].env] for role in Role}
+
+
+def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[Found]:
+    """Command lines and variables beyond all use. Only lengths are summed up: what ten variables come to that
+    each name the one before ten times is beyond all memory."""
+    for path in _COMMAND_LINES:
+        count = len(subject.texts(path))
+        if count > MOST_WORDS:
+            yield Found("IEC404", location(path), f"has {count} words; at most {MOST_WORDS} are read")
+    for role in Role if subject.disaggregated else (Role.DECODE,):
+        replaced = {variable.name for variable in own[role]}
+        place = ("metadata", "annotations", f"{PREFIX}{role}-env")
+        given = [(at, v.get("name"), v.get("value")) for at, v in subject.objects(_VARIABLES)]
+        given = [(at, name, value) for at, name, value in given if name not in replaced]
+        given += [((*place, i), variable.name, variable.value) for i, variable in enumerate(own[role])]
+        sizes: dict[str, int] = {}
+
+        def known(name: str, sizes: Mapping[str, int] = sizes) -> int:
+            return sizes.get(name, 0)
+
+        for at, name, value in given:
+            if isinstance(name, str) and isinstance(value, str):
+                sizes[name] = expanded_size(value, known)
+                if sizes[name] >= MOST_TEXT:
+                    yield Found("IEC232", (*at, "value"), TOO_LONG)
+        for path in ("spec.worker.command", "spec.worker.args", f"{_SPECS[role]}.args"):
+            for i, word in enumerate(subject.texts(path)):
+                if expanded_size(word, known) >= MOST_TEXT:
+                    yield Found("IEC404", location(path, i), TOO_LONG)
 
 
 def _is_command_line(value: Any) -> bool:

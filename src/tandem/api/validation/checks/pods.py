@@ -50,6 +50,28 @@ def volume_errors(volumes: Any, at: Location) -> Iterator[Found]:
         sources = sorted(set(volume) - {"name"})
         if len(sources) > 1:
             yield Found("IEC224", where, f"has several sources, {' and '.join(sources)}; a volume has one")
+        path, kind = (_of_host_path(volume, field) for field in ("path", "type"))
+        if path == "":
+            yield Found("IEC230", (*where, "hostPath", "path"), "must not be empty: a folder of the node")
+        if kind and kind not in _HOST_PATH_TYPES:
+            said = f"must be one of {', '.join(_HOST_PATH_TYPES)} (it is {kind!r})"
+            yield Found("IEC233", (*where, "hostPath", "type"), said)
+
+
+_HOST_PATH_TYPES = (
+    "BlockDevice",
+    "CharDevice",
+    "Directory",
+    "DirectoryOrCreate",
+    "File",
+    "FileOrCreate",
+    "Socket",
+)
+
+
+def _of_host_path(volume: dict[str, Any], field: str) -> Any:
+    source = volume.get("hostPath")
+    return source.get(field) if isinstance(source, dict) else None
 
 
 def _names_of(listed: list[tuple[Location, dict[str, Any]]], what: str) -> Iterator[Found]:
@@ -150,12 +172,17 @@ def _init_containers(subject: Subject) -> Iterator[Found]:
         yield from variable_errors(container.get("env"), (*where, "env"))
 
 
+def _is_variable(name: str) -> bool:
+    return bool(name) and "=" not in name and name.isascii() and name.isprintable()
+
+
 def variable_errors(variables: Any, at: Location) -> Iterator[Found]:
     """Mistakes in a list of environment variables that lies at `at`."""
     for where, variable in objects_in(variables, at):
         name, source = variable.get("name"), variable.get("valueFrom")
-        if isinstance(name, str) and (not name or "=" in name or not name.isprintable()):
-            yield Found("IEC233", (*where, "name"), f"must be a name without '=' (it is {name!r})")
+        if isinstance(name, str) and not _is_variable(name):
+            said = f"must be printable ASCII without '=' (it is {name!r})"
+            yield Found("IEC233", (*where, "name"), said)
         if isinstance(source, dict) and variable.get("value"):
             yield Found("IEC228", where, "has both value and valueFrom; a variable has one of them")
         if isinstance(source, dict) and len(source) != 1:
