@@ -22,12 +22,16 @@ def load_endpoint(path: Path) -> tuple[Endpoint, dict[str, Any]]:
     Returns the endpoint and the mapping as it was written (for listing fields that have no effect).
     Raises InvalidResource with every problem, or OSError when the file cannot be read.
     """
+    return parse_endpoint(manifest_text(path), source=str(path))
+
+
+def manifest_text(path: Path) -> str:
+    """A file's text. Raises InvalidResource where it is none, or OSError."""
     try:
         with path.open("rb") as file:
-            text = file_text(file.read(MOST_BYTES + 1))
+            return file_text(file.read(MOST_BYTES + 1))
     except ValueError as error:
         raise InvalidResource(str(path), [Problem("the file", str(error))]) from None
-    return parse_endpoint(text, source=str(path))
 
 
 def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]:
