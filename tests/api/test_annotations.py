@@ -160,7 +160,11 @@ def test_an_annotation_cannot_fill_the_memory() -> None:
     for i in range(1, 9):
         bomb += f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n"
     assert mistakes("prefill-env", bomb) == [
-        ("", "is not YAML: aliases make it too large (line 6, column 5 of the value)")
+        (
+            "",
+            "is not YAML: holds more than 20,000 values, with what aliases repeat "
+            "(line 5, column 5 of the value)",
+        )
     ]
 
 

@@ -168,7 +168,7 @@ def test_what_github_would_read_as_its_own_is_escaped() -> None:
     assert formats.github(report) == (
         "::error file=a%2Cb%3Ac%25.yaml,line=1,col=2,title=IEC104%3A The value is outside of what the "
         "field allows"
-        "::a: is 5%25,%0Aor: less\n"
+        "::a: is 5%25,\\nor: less\n"
     )
 
 
@@ -260,3 +260,24 @@ def matches(value: Any, shape: Any) -> None:
     else:
         assert isinstance(value, shape)
         assert not isinstance(value, int) or value >= 0
+
+
+def test_whatever_a_manifest_holds_each_finding_is_one_line(run: Run) -> None:
+    """Keys, values and kinds could else forge findings, or steer the terminal."""
+    forged = r"a\n::error::x\nx.yaml:1:1: error IEC001 forged\u2028b\e[31m"
+    other = f'apiVersion: v1\nkind: "{forged}"\n---\n'
+    write(bad=other + WRONG.replace("spec:\n", f'spec:\n  "{forged}": 1\n  instanceTypes: ["{forged}"]\n', 1))
+    for form, first in (("human", "bad.yaml:"), ("github", ("::error file=", "::warning file="))):
+        code, out, err = run("-f", "bad.yaml", "--format", form)
+        assert code == FAILURE
+        assert len(out.splitlines()) >= 4
+        assert all(line.startswith(first) for line in out.splitlines())
+        assert [line.partition(":")[0] for line in err.splitlines()] == ["note", "1 endpoint"]
+        assert "\x1b" not in out + err
+
+
+def test_a_file_beyond_all_manifests_is_not_read(run: Run) -> None:
+    write(large=f"{GOOD}# {'x' * (4 << 20)}\n")
+    code, out, err = run("-f", "large.yaml")
+    assert (code, out) == (USAGE, "")
+    assert err == "tandem: large.yaml: is larger than 4 MiB; API servers take no object so large\n"

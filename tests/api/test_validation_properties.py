@@ -18,7 +18,8 @@ from tandem.api.validation.schema import schema_errors
 from tandem.api.validation.subject import Subject, without_nulls
 from tandem.engine.validation import validate
 
-from .manifests import MANIFESTS
+from .conftest import with_fields
+from .manifests import MANIFESTS, S3
 
 SCHEMA = spec_and_status()
 NAMES = sorted({name for path, _, _ in fields(SCHEMA) for name in path.replace("[]", "").split(".")})
@@ -144,3 +145,53 @@ def test_a_file_that_is_cut_off_anywhere_is_told_or_judged(name: str) -> None:
     for end in range(0, len(text), 13):
         for document in read_manifest(text[:end], "x").documents:
             assert_sound(document.resource)
+
+
+def large(count: int) -> dict[str, Any]:
+    """Resources that an API server would take by their size: name → what is at a path."""
+    words = [f"--a{i}" for i in range(count)]
+    unknown = "{" + ", ".join(f"a{i}: 1" for i in range(count)) + "}"
+    return {
+        "metadata.annotations": {"tandem.dev/decode-affinity": unknown},
+        "spec.worker.args": words,
+        "spec.worker.environmentVariables": [{"name": f"A{i}", "value": "$(A0)"} for i in range(count)],
+        "spec.kubernetes": {"volumes": [{"name": f"v{i % 7}", "emptyDir": {}} for i in range(count)]},
+        "spec.tags": [{"name": f"a{i}"} for i in range(count)],
+    }
+
+
+@pytest.mark.timeout(60)  # seconds where it is well; what grows with the square takes minutes
+@pytest.mark.parametrize("path", large(0))
+def test_large_resources_are_judged_in_time_and_in_bounds(path: str) -> None:
+    """Who may create an endpoint could else stop the operator for all."""
+    report = validate(with_fields(S3, {path: large(20_000)[path]}))
+    assert 0 < len(report.findings) <= 1000
+    assert all(len(finding.message) <= 1000 for finding in report.findings)
+
+
+@pytest.mark.timeout(60)
+def test_long_lists_of_flags_are_laid_over_each_other_in_time() -> None:
+    flags = {
+        "spec.worker.args": [f"--a{i}" for i in range(1000)],
+        "spec.pdSpec.decodingSpec.args": [f"--b.c{i}" for i in range(1000)],
+    }
+    assert validate(with_fields(S3, flags)).ok
+    (error,) = validate(with_fields(S3, {"spec.worker.args": ["--a"] * 1001})).errors
+    assert str(error).startswith("error IEC404 spec.worker.args: has 1001 words")
+
+
+def test_how_many_more_there_are_is_told() -> None:
+    """An error is found however many warnings come before it."""
+    report = validate(
+        with_fields(
+            S3,
+            {
+                "spec.instanceType": ...,
+                "spec.instanceTypes": [f"ml.p4.{i}" for i in range(900)],
+                "spec.pdSpec.decodingSpec.args": ["--dtype", "none"],
+            },
+        )
+    )
+    assert len(report.warnings) == 500
+    assert report.warnings[-1].message.endswith("There are more warnings than these 500; they are not told")
+    assert [e.rule for e in report.errors] == ["IEC401", "IEC406"]

@@ -100,3 +100,23 @@ def test_without_metrics_there_is_no_collector() -> None:
         names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
         assert "otel-collector" not in names
     assert not configs("without metrics")
+
+
+def test_the_collector_fills_nothing_in_that_the_resource_says(otelcol: Path, tmp_path: Path) -> None:
+    """It knows `${env:…}` and `${file:…}`: what it read would be in everybody's metrics, and a router's
+    collector is in the system namespace."""
+    (tmp_path / "token").write_text("not-for-you", "utf-8")
+    said = "m-${file:token}-$${env:POD_NAME}-$(HOME)"
+    changes = {"spec.modelName": said}
+    for found in of_kind(rendered("dpd-s3", changes), "ConfigMap"):
+        text = found["data"]["collector.yaml"]
+        file = tmp_path / "collector.yaml"
+        file.write_text(text, "utf-8")
+        words = [otelcol, "print-config", f"--config={file}"]
+        env = {**os.environ, "POD_NAME": "p", "NODE_NAME": "n"}
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        jobs = yaml.safe_load(done.stdout)["receivers"]["prometheus"]["config"]["scrape_configs"]
+        labels = [job["static_configs"][0]["labels"] for job in jobs]
+        assert {label["model_name"] for label in labels} == {said}
+        assert {label["pod_name"] for label in labels} == {"p"}

@@ -90,8 +90,10 @@ def test_what_validate_calls_an_error_is_not_rendered(run: Run, tmp_path: Path) 
     file.write_text(text.replace("image: ", "image: not an "))
     code, out, err = run("-f", file)
     assert (code, out) == (2, "")
-    for path in ("spec.worker.image", "spec.worker.modelInvocationPort.containerPort"):
-        assert f"{file}: {path}: " in err
+    told = err.splitlines()
+    for path, line in (("image", "image: "), ("modelInvocationPort.containerPort", "containerPort: ")):
+        number = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if line in text)
+        assert any(t.startswith(f"tandem: {file}:{number}:") and f" spec.worker.{path}: " in t for t in told)
 
 
 def test_a_namespace_without_a_value_is_none(run: Run, tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_namespace_without_a_value_is_none(run: Run, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("kind: InferenceEndpointConfig\n", "apiVersion"),
-        ("a: [", "line 1"),
+        ("a: [", ".yaml:1:5: error IEC001"),
         (
             S3.read_text("utf-8").replace("containerPort: 8000", "containerPort: 9113"),
             "containerPort: is 9113",
@@ -138,3 +140,20 @@ def test_a_config_that_is_none_is_told(run: Run, text: str, tmp_path: Path) -> N
     code, _, err = run("-f", S3, "--model-config", config)
     assert code == 2
     assert str(config) in err
+
+
+def test_no_text_of_the_resource_gets_out_of_a_comment(run: Run, tmp_path: Path) -> None:
+    """What is printed is applied: a line that a note ends with would be an object of its own."""
+    forged = "x\\n---\\napiVersion: v1\\nkind: Secret\\nmetadata: {name: x}\\u2028kind: Secret\\r\\e[31m"
+    text = S3.read_text("utf-8").replace('"--model"', f'"--tokenizer", "{forged}", "--model"')
+    file = tmp_path / "a\nkind: Secret\n#.yaml"
+    file.write_text(text, "utf-8")
+    code, out, err = run("-f", file)
+    assert (code, err) == (0, "")
+    assert "--tokenizer x" in out.partition("---\n")[0]
+    assert {d["kind"] for d in yaml.safe_load_all(out) if d} == {
+        o["kind"] for o in rendered("dpd-s3").objects
+    }
+    _, _, err = run("-f", file, "--json")
+    assert all(line.startswith("tandem: ") for line in err.splitlines())
+    assert "\x1b" not in err

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.api import Role
 from tandem.operator.lmcache import lmcache_yaml
@@ -134,3 +135,22 @@ def test_prefillers_have_a_shared_store_beside_l1_alone_and_that_is_told() -> No
     both = planned("dpd-s3", {"spec.kvCacheSpec": caches | {"enableL1Cache": True}})
     assert "remote_url" in lmcache_yaml(both, both.pool(Role.PREFILL))
     assert not any("enableL2Cache" in note for note in notes(both))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\u2029"])
+def test_no_text_of_the_resource_adds_a_key(end: str) -> None:
+    """YAML ends a comment at each of these, and the model's name is in one."""
+    forged = f"llama-3.3-70b{end}remote_url: redis://elsewhere:6379{end}"
+    changes = {
+        "spec.modelSourceConfig.modelLocation": forged,
+        "spec.kvCacheSpec": {
+            "enableL2Cache": True,
+            "l2CacheSpec": {"l2CacheBackend": "redis", "l2CacheLocalUrl": f"redis://own:6379{end}x: y"},
+        },
+    }
+    plan = planned("dpd-s3", {**changes, "spec.worker.environmentVariables": ...})
+    for pool in plan.pools:
+        found = yaml.safe_load(lmcache_yaml(plan, pool))
+        assert found.get("remote_url") in (None, f"redis://own:6379{end}x: y")
+        assert "x" not in found
+    assert "as the name llama-3.3-70b" in lmcache_yaml(plan, plan.pools[-1])

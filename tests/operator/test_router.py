@@ -9,6 +9,7 @@ import pytest
 
 from tandem.api import Role
 from tandem.config import RouterConfig, add_router_arguments, kubernetes_source, router_config
+from tandem.engine.roles import expand
 from tandem.operator.model_files import NAMES
 from tandem.operator.names import KV_LAYOUT_LABEL
 from tandem.operator.routing import router_config as rendered_config
@@ -252,3 +253,52 @@ def test_a_router_that_leaves_stays_reachable_as_long_as_it_takes_requests(varia
             assert noticed > takes
         assert all(other["lifecycle"]["preStop"]["sleep"]["seconds"] == takes for other in others)
         assert pod["terminationGracePeriodSeconds"] > takes
+
+
+@pytest.mark.parametrize("variant", ["dpd-s3", "without metrics"])
+def test_the_router_alone_has_the_token(variant: str) -> None:
+    of_pod = pod(rendered(*VARIANTS[variant]), "router")
+    assert of_pod["automountServiceAccountToken"] is False
+    folder = "/var/run/secrets/kubernetes.io/serviceaccount"
+    (volume,) = (v for v in of_pod["volumes"] if "projected" in v)
+    files = {
+        s["serviceAccountToken"]["path"]
+        for s in volume["projected"]["sources"]
+        if len(s) == 1 and "serviceAccountToken" in s
+    }
+    assert files == {"token"}
+    having = {
+        c["name"]: m["mountPath"]
+        for c in of_pod["containers"]
+        for m in c["volumeMounts"]
+        if m["name"] == volume["name"]
+    }
+    assert having == {"router-container": folder}
+
+
+def test_kubernetes_fills_nothing_in_that_the_resource_means_as_it_is() -> None:
+    """Of `$$` it leaves one, and `$(NAME)` is a variable's value."""
+    name = "a$$b-$(POD_IP)"
+    template = "{{ messages }} costs $$5 and $(HOME)"
+    made = rendered(
+        "dpd-s3",
+        {
+            "spec.modelName": name,
+            "spec.worker.modelVolumeMount.mountPath": "/models/$(POD_IP)$$",
+            "spec.worker.args": [
+                "--tensor-parallel-size",
+                "8",
+                "--chat-template",
+                template.replace("$", "$$"),
+            ],
+            "spec.kvCacheSpec": {"cacheConfigFile": "/etc/$(POD_IP)"},
+        },
+    )
+    started = [expand(word, {"POD_IP": "10.0.0.8"}) for word in engine(made, Role.DECODE)["args"]]
+    assert started[started.index("--served-model-name") + 1] == name
+    assert started[started.index("--model") + 1] == "/models/$(POD_IP)$$"
+    routed = [expand(word, {}) for word in container(pod(made, "router"), "router-container")["args"]]
+    assert routed[routed.index("--chat-template") + 1] == template
+    assert routed[routed.index("--served-model-name") + 1] == name
+    (file,) = (v["value"] for v in engine(made, Role.DECODE)["env"] if v["name"] == "LMCACHE_CONFIG_FILE")
+    assert expand(file, {"POD_IP": "10.0.0.8"}) == "/etc/$(POD_IP)"

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tandem.api import Role
+from tandem.api.conventions import RESERVED_VOLUMES, clash
 from tandem.operator import RenderError
 
-from .endpoints import SETTINGS, VARIANTS, container, named, of_kind, pod, rendered
+from .endpoints import SETTINGS, VARIANTS, changed, container, named, of_kind, pod, rendered
 
 
 def volume(of_pod: dict[str, Any], name: str) -> dict[str, Any]:
@@ -126,3 +127,17 @@ def test_of_a_file_system_the_models_folder_is_mounted() -> None:
     assert "subPath" not in mount(prefetched["containers"][0])
     whole = rendered("colocated-routing", {"spec.modelSourceConfig.modelLocation": "/"})
     assert "subPath" not in mount(pod(whole, None)["containers"][0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_added_to_model_pods_cannot_be_chosen(variant: str) -> None:
+    """The API knows no rendered object, and judges by names and folders of its own."""
+    given = changed(*VARIANTS[variant])["spec"]
+    own = {v["name"] for v in given.get("kubernetes", {}).get("volumes", ())}
+    own |= {given["worker"]["modelVolumeMount"]["name"], "scratch"}
+    for found in of_kind(rendered(*VARIANTS[variant]), "Deployment"):
+        of_pod = found["spec"]["template"]["spec"]
+        if found["metadata"]["labels"]["tandem.dev/component"] != "router":
+            assert {v["name"] for v in of_pod["volumes"]} - own <= {*RESERVED_VOLUMES}
+            for m in of_pod["containers"][0]["volumeMounts"]:
+                assert bool(clash(m["mountPath"])) is (m["name"] not in own | {"model-weights-copy"})

@@ -10,16 +10,45 @@ RESERVED_VOLUMES = (
     "parallel-copy-configmap",
     "lmcache-config",
     "gated-model-downloader-configmap",
+    "tandem-config",
+    "tandem-proxy-tmp",
+    "tandem-scripts",
+    "tandem-tmp",
 )
-"""Names of volumes that Tandem, as HyperPod, adds to model pods itself."""
+"""Names of volumes that cannot be chosen: HyperPod's own, and those that Tandem adds to model pods."""
 
-_PLAIN_PATH = re.compile(r"/[A-Za-z0-9._~/-]*")
+DEFAULT_MOUNT = "/opt/ml/model"
+"""Where weights are mounted when the resource does not say."""
+
+PROXY_CONTAINER = "sidecar-reverse-proxy"
+COLLECTOR_CONTAINER = "otel-collector"
+DOWNLOAD_CONTAINER = "hf-model-downloader"
+COPY_CONTAINER = "model-weights-copier"
+
+SHM_FOLDER = "/dev/shm"
+TMP_FOLDER = "/tmp"
+SCRIPTS_FOLDER = "/opt/tandem"
+LMCACHE_FOLDER = "/etc/tandem/lmcache"
+"""Where Tandem mounts its own volumes in the model container. The last two are read-only: nothing can be
+mounted below them."""
+
+_PLAIN_PATH = re.compile(r"(?!.*(?://|/\.\.?(?:/|$)))/[A-Za-z0-9._~/-]*")
+
+
+def clash(folder: str) -> str | None:
+    """The folder of Tandem's beside which nothing can be mounted at `folder`; None where it can."""
+    path = f"{folder.rstrip('/')}/"
+    for ours in (SHM_FOLDER, TMP_FOLDER, SCRIPTS_FOLDER, LMCACHE_FOLDER):
+        below = path.startswith(f"{ours}/") and ours in (SCRIPTS_FOLDER, LMCACHE_FOLDER)
+        if below or f"{ours}/".startswith(path):
+            return ours
+    return None
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether a path can stand in configurations as it is."""
+    """Whether a path can stand in configurations as it is, and in an Ingress, which takes no `//`, `/../`."""
     return _PLAIN_PATH.fullmatch(path) is not None
 
 
-PLAIN_PATH = "a plain path, of letters, digits and . _ ~ - /"
+PLAIN_PATH = "a plain path, of letters, digits and . _ ~ - /, without // and parts that are . or .."
 """What such a path is, in words."""

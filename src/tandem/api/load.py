@@ -10,7 +10,7 @@ from tandem.api.conversion import ConversionError, convert
 from tandem.api.crd import with_whole_numbers
 from tandem.api.models import KIND, Endpoint
 from tandem.api.problem import InvalidResource, Problem
-from tandem.api.validation.manifest import read_manifest
+from tandem.api.validation.manifest import MOST_BYTES, file_text, read_manifest
 from tandem.api.validation.report import Finding, shown_path
 from tandem.api.validation.server import server_errors
 from tandem.api.validation.subject import Subject
@@ -22,11 +22,16 @@ def load_endpoint(path: Path) -> tuple[Endpoint, dict[str, Any]]:
     Returns the endpoint and the mapping as it was written (for listing fields that have no effect).
     Raises InvalidResource with every problem, or OSError when the file cannot be read.
     """
+    return parse_endpoint(manifest_text(path), source=str(path))
+
+
+def manifest_text(path: Path) -> str:
+    """A file's text. Raises InvalidResource where it is none, or OSError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidResource(str(path), [Problem("the file", f"is not UTF-8 text: {error}")]) from None
-    return parse_endpoint(text, source=str(path))
+        with path.open("rb") as file:
+            return file_text(file.read(MOST_BYTES + 1))
+    except ValueError as error:
+        raise InvalidResource(str(path), [Problem("the file", str(error))]) from None
 
 
 def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from tandem.api.conventions import DEFAULT_MOUNT
+
 GROUP = "inference.sagemaker.aws.amazon.com"
 KIND = "InferenceEndpointConfig"
 VERSIONS = ("v1", "v1alpha1")
@@ -111,7 +113,7 @@ class InvocationPort(Section):
 
 class ModelVolumeMount(Section):
     name: str
-    mount_path: str = "/opt/ml/model"
+    mount_path: str = DEFAULT_MOUNT
 
 
 class EnvVar(Section):

@@ -14,7 +14,7 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
+        return one_line(f"{self.where}: {self.what}")
 
 
 class InvalidResource(ValueError):
@@ -24,6 +24,12 @@ class InvalidResource(ValueError):
         self.source = source
         self.problems = list(problems)
         super().__init__(f"{source}: " + "; ".join(str(p) for p in self.problems))
+
+
+def one_line(text: str) -> str:
+    """A text for one line of a log, a terminal or a comment: what would begin another line or steer a
+    terminal is written as in Python (`\\n`), as are halves of characters, which nothing can print."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

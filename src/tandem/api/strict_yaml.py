@@ -16,6 +16,12 @@ from tandem.api.crd.structural import Location
 MOST_NODES = 1_000_000
 """The most values that a document may have, with what aliases repeat."""
 
+MOST_NODES_OF_A_VALUE = 20_000
+"""The same of a short text, as an annotation has it; API servers take 256 KiB of those."""
+
+MOST_DIGITS = 400
+"""Of a whole number; the largest that JSON's readers take have 309."""
+
 Marks = dict[Location, yaml.Mark]
 """Where each part of a value stands: the place of its key, or of the list's item."""
 
@@ -82,16 +88,16 @@ def read_value(text: str) -> Any:
     node = loader.get_single_node()
     for key, mark in loader.twice:
         raise yaml.composer.ComposerError(None, None, f"{key!r} is given twice", mark)
-    return None if node is None else _document(loader, node)[0]
+    return None if node is None else _document(loader, node, MOST_NODES_OF_A_VALUE)[0]
 
 
-def _document(loader: Loader, node: yaml.Node) -> tuple[Any, Marks]:
-    _refuse_bombs(node, {}, [])
+def _document(loader: Loader, node: yaml.Node, most: int = MOST_NODES) -> tuple[Any, Marks]:
+    _refuse_bombs(node, {}, [], most)
     marks: Marks = {}
     return _value(loader, node, (), marks, node.start_mark), marks
 
 
-def _refuse_bombs(node: yaml.Node, sizes: dict[int, int], around: list[int]) -> int:
+def _refuse_bombs(node: yaml.Node, sizes: dict[int, int], around: list[int], most: int) -> int:
     """How many values a node stands for, aliases repeated. Raises where it holds itself, or is too large."""
     if isinstance(node, yaml.ScalarNode):
         return 1
@@ -101,10 +107,11 @@ def _refuse_bombs(node: yaml.Node, sizes: dict[int, int], around: list[int]) -> 
         return sizes[id(node)]
     around.append(id(node))
     inner = [n for pair in node.value for n in pair] if isinstance(node, yaml.MappingNode) else node.value
-    size = 1 + sum(_refuse_bombs(n, sizes, around) for n in inner)
+    size = 1 + sum(_refuse_bombs(n, sizes, around, most) for n in inner)
     around.pop()
-    if size > MOST_NODES:
-        raise yaml.composer.ComposerError(None, None, "aliases make it too large", node.start_mark)
+    if size > most:
+        message = f"holds more than {most:,} values, with what aliases repeat"
+        raise yaml.composer.ComposerError(None, None, message, node.start_mark)
     sizes[id(node)] = size
     return size
 
@@ -128,6 +135,9 @@ def _value(loader: Loader, node: yaml.Node, at: Location, marks: Marks, mark: ya
 
 
 def _scalar(loader: Loader, node: yaml.ScalarNode) -> Any:
+    if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
+        message = f"a number of {len(node.value)} digits is beyond all use"
+        raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
     try:
         value = loader.construct_object(node)
     except ValueError as error:

@@ -12,6 +12,7 @@ from tandem.cli import ENVIRONMENT, OK, USAGE, complain
 
 if TYPE_CHECKING:
     from tandem.api import Endpoint
+    from tandem.api.validation import Finding
     from tandem.operator import Settings
 
 
@@ -50,15 +51,21 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tandem.api import InvalidResource, load_endpoint
-    from tandem.engine.validation import validate
+    from tandem.api import InvalidResource
+    from tandem.api.load import manifest_text, parse_endpoint
+    from tandem.api.problem import one_line
     from tandem.operator import RenderError, document, render
 
     try:
-        endpoint, raw = load_endpoint(arguments.file)
         chosen = settings(arguments)
+        text = manifest_text(arguments.file)
+        if errors := _errors(text, str(arguments.file), chosen):
+            for error in errors:
+                complain(error)
+            return USAGE
+        endpoint, raw = parse_endpoint(text, source=str(arguments.file))
     except OSError as error:
-        complain(error)
+        complain(f"{error.filename}: {error.strerror}")
         return ENVIRONMENT
     except InvalidResource as error:
         for problem in error.problems:
@@ -67,21 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         complain(error)
         return USAGE
-    errors = validate(raw, model_config=chosen.model_config).errors
-    for found in errors:
-        complain(f"{arguments.file}: {found.path}: {found.message}")
-    if errors:
-        return USAGE
     if arguments.namespace and not raw["metadata"].get("namespace"):
         endpoint = _placed(endpoint, arguments.namespace)
     try:
         rendering = render(endpoint, chosen)
     except RenderError as error:
-        complain(f"{arguments.file}: {error}")
+        complain(one_line(f"{arguments.file}: {error}"))
         return USAGE
     if arguments.json:
         for note in rendering.notes:
-            complain(note)
+            complain(one_line(note))
         objects = {"apiVersion": "v1", "kind": "List", "items": list(rendering.objects)}
         json.dump(objects, sys.stdout, indent=2)
         print()
@@ -90,6 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {arguments.file.name}"
         sys.stdout.write(document(rendering, title))
     return OK
+
+
+def _errors(text: str, source: str, chosen: Settings) -> list[Finding]:
+    """What `tandem validate` calls an error, each with its place in the file."""
+    from tandem.api.validation import read_manifest
+    from tandem.engine.validation import validate
+
+    manifest = read_manifest(text, source)
+    errors = list(manifest.findings)
+    for found in manifest.documents:
+        errors += validate(found.resource, lines=found.lines, model_config=chosen.model_config).errors
+    return errors
 
 
 def settings(arguments: argparse.Namespace) -> Settings:

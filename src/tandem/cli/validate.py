@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tandem.cli import FAILURE, OK, USAGE, complain
 
@@ -114,19 +114,22 @@ def _texts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each file's name and text. Raises OSError, or ValueError where it is not text."""
     for name in names:
         if name == STDIN:
-            yield "<stdin>", _decoded(sys.stdin.buffer.read(), "standard input")
+            yield "<stdin>", _decoded(sys.stdin.buffer, "standard input")
             continue
         path = Path(name)
         found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
         for file in found:
-            yield str(file), _decoded(file.read_bytes(), str(file))
+            with file.open("rb") as opened:
+                yield str(file), _decoded(opened, str(file))
 
 
-def _decoded(data: bytes, name: str) -> str:
+def _decoded(file: BinaryIO, name: str) -> str:
+    from tandem.api.validation.manifest import MOST_BYTES, file_text
+
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        return file_text(file.read(MOST_BYTES + 1))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _model_config(path: Path | None) -> dict[str, Any] | None:

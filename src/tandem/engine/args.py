@@ -97,14 +97,18 @@ def merge_args(worker_args: Iterable[str], role_args: Iterable[str]) -> list[str
     """
     worker, role = list(settings(worker_args)), list(settings(role_args))
     last_place = {setting.flag: position for position, setting in enumerate(worker)}
+    own: dict[str, list[Setting]] = {}
+    for setting in role:
+        own.setdefault(setting.flag, []).append(setting)
     merged: list[str] = []
     if POSITIONALS not in last_place:
-        merged += _tokens(s for s in role if s.flag == POSITIONALS)
+        merged += _tokens(own.get(POSITIONALS, ()))
     for position, setting in enumerate(worker):
-        if not any(s.overrides(setting) for s in role):
+        over = own.get(setting.flag, ())
+        if not any(s.overrides(setting) for s in over):
             merged += setting.tokens
         if last_place[setting.flag] == position:
-            merged += _tokens(s for s in role if s.flag == setting.flag)
+            merged += _tokens(over)
     merged += _tokens(s for s in role if s.flag != POSITIONALS and s.flag not in last_place)
     return merged
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from tandem.engine.args import POSITIONALS, flag_value, flag_values, int_value, 
 from tandem.engine.errors import EngineError
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
+
+MOST_TEXT = 128 << 10
+"""Bytes of a variable or an argument: Linux starts no program with a longer one (MAX_ARG_STRLEN)."""
 
 _REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
@@ -51,7 +54,8 @@ def literal_environment(endpoint: Endpoint) -> dict[str, str]:
     values: dict[str, str] = {}
     for variable in endpoint.spec.worker.environment_variables:
         if variable.value_from is None:
-            values[variable.name] = expand(variable.value or "", values)
+            field = f"spec.worker.environmentVariables[{variable.name}].value"
+            values[variable.name] = _filled(variable.value or "", values, field)
     return values
 
 
@@ -67,12 +71,34 @@ def with_variables(endpoint: Endpoint, variables: Iterable[EnvVar]) -> Endpoint:
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """Kubernetes' `$(NAME)`: replaced when NAME is known, else left as it stands; `$$` is a dollar sign."""
+    """Kubernetes' `$(NAME)`: replaced when NAME is known, else left as it stands; `$$` is a dollar sign.
+
+    Raises EngineError where it comes to more than MOST_TEXT: ten variables that each name the one before ten
+    times are beyond all memory.
+    """
+    if expanded_size(text, lambda name: len(values.get(name, ""))) >= MOST_TEXT:
+        raise EngineError(TOO_LONG)
 
     def replacement(match: re.Match[str]) -> str:
         return "$" if match[1] == "$" else values.get(match[2], match[0])
 
     return _REFERENCE.sub(replacement, text)
+
+
+def _filled(text: str, values: Mapping[str, str], field: str) -> str:
+    try:
+        return expand(text, values)
+    except EngineError as error:
+        raise EngineError(f"{field}: {error}") from None
+
+
+TOO_LONG = f"comes to {MOST_TEXT} bytes or more with its references filled in; no program starts with that"
+
+
+def expanded_size(text: str, size: Callable[[str], int]) -> int:
+    """About how long `expand` would make a text (never less); `size` is the length of a variable's value, 0
+    of one that is not known."""
+    return len(text) + sum(size(match[2]) for match in _REFERENCE.finditer(text) if match[2])
 
 
 def sources(endpoint: Endpoint, role: Role) -> tuple[Source, ...]:
@@ -81,7 +107,7 @@ def sources(endpoint: Endpoint, role: Role) -> tuple[Source, ...]:
     field = "prefillSpec" if role is Role.PREFILL else "decodingSpec"
     values = literal_environment(endpoint)
     return tuple(
-        Source(path, tuple(expand(arg, values) for arg in args))
+        Source(path, tuple(_filled(arg, values, path) for arg in args))
         for path, args in (
             ("spec.worker.command", _flags_of_command(worker.command)),
             ("spec.worker.args", _less_program(worker.args)),

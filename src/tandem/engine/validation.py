@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from tandem.api import Endpoint, Role
 from tandem.api import validation as of_resource
-from tandem.api.annotations import parse_annotations
+from tandem.api.annotations import PREFIX, parse_annotations
+from tandem.api.conventions import DEFAULT_MOUNT
+from tandem.api.crd.structural import Location
 from tandem.api.models import GROUP, KIND, EnvVar
 from tandem.api.validation import Found, Lines, Report, Subject
 from tandem.api.validation.checks.resources import gpus
-from tandem.api.validation.subject import location
+from tandem.api.validation.subject import location, objects_in
 from tandem.engine import roles
 from tandem.engine.args import flag_value, switch
 from tandem.engine.errors import EngineError
@@ -24,12 +26,16 @@ from tandem.engine.kv_events import MOST_RANKS
 from tandem.engine.kv_transfer import choose_connector
 from tandem.engine.pair_checks import pair_checks
 from tandem.engine.pod_ports import taken_ports
+from tandem.engine.roles import MOST_TEXT, TOO_LONG, expanded_size
 
 _PD = "spec.pdSpec"
 _VARIABLES = "spec.worker.environmentVariables"
 _ROUTING = "spec.intelligentRoutingSpec"
 _SPECS = {Role.PREFILL: f"{_PD}.prefillSpec", Role.DECODE: f"{_PD}.decodingSpec"}
 _COMMAND_LINES = ("spec.worker.command", "spec.worker.args", *(f"{path}.args" for path in _SPECS.values()))
+MOST_WORDS = 1000
+"""Of one list of flags; vLLM has some 250."""
+
 _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
 
@@ -59,6 +65,9 @@ def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = Non
     if not all(_is_command_line(subject.get(path)) for path in _COMMAND_LINES):
         return  # the schema's matter; what is left of the flags would be misread
     own = _role_variables(subject)
+    if too_large := list(_too_large(subject, own)):
+        yield from too_large
+        return  # nothing else is read of what no program could be started with
     yield from _references(subject, own)
     endpoint = readable(subject)
     if endpoint is None:
@@ -81,6 +90,35 @@ def _role_variables(subject: Subject) -> dict[Role, list[EnvVar]]:
     """What the annotations add to each role's environment."""
     extensions, _ = parse_annotations(subject.annotations if subject.disaggregated else {})
     return {role: [EnvVar.model_validate(v) for v in extensions.roles[role].env] for role in Role}
+
+
+def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[Found]:
+    """Command lines and variables beyond all use. Only lengths are summed up: what ten variables come to that
+    each name the one before ten times is beyond all memory."""
+    for path in _COMMAND_LINES:
+        count = len(subject.texts(path))
+        if count > MOST_WORDS:
+            yield Found("IEC404", location(path), f"has {count} words; at most {MOST_WORDS} are read")
+    for role in Role if subject.disaggregated else (Role.DECODE,):
+        replaced = {variable.name for variable in own[role]}
+        place = ("metadata", "annotations", f"{PREFIX}{role}-env")
+        given = [(at, v.get("name"), v.get("value")) for at, v in subject.objects(_VARIABLES)]
+        given = [(at, name, value) for at, name, value in given if name not in replaced]
+        given += [((*place, i), variable.name, variable.value) for i, variable in enumerate(own[role])]
+        sizes: dict[str, int] = {}
+
+        def known(name: str, sizes: Mapping[str, int] = sizes) -> int:
+            return sizes.get(name, 0)
+
+        for at, name, value in given:
+            if isinstance(name, str) and isinstance(value, str):
+                sizes[name] = expanded_size(value, known)
+                if sizes[name] >= MOST_TEXT:
+                    yield Found("IEC232", (*at, "value"), TOO_LONG)
+        for path in ("spec.worker.command", "spec.worker.args", f"{_SPECS[role]}.args"):
+            for i, word in enumerate(subject.texts(path)):
+                if expanded_size(word, known) >= MOST_TEXT:
+                    yield Found("IEC404", location(path, i), TOO_LONG)
 
 
 def _is_command_line(value: Any) -> bool:
@@ -176,7 +214,7 @@ def _places(subject: Subject, flags: Flags) -> Iterator[Found]:
         )
     model, mount = (
         roles.model_argument(flags.args),
-        subject.text("spec.worker.modelVolumeMount.mountPath", "/opt/ml/model"),
+        subject.text("spec.worker.modelVolumeMount.mountPath", DEFAULT_MOUNT),
     )
     last = flags.last("--model") or flags.last("")
     if model and last and model.startswith("/") and not f"{model}/".startswith(f"{mount.rstrip('/')}/"):
@@ -248,6 +286,7 @@ def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
         connector = choose_connector(endpoint)
     except EngineError:
         return
+    yield from _cache_file(subject, connector.name)
     cache = "spec.kvCacheSpec"
     wanted = subject.get(f"{cache}.enableL1Cache") is True or subject.text(f"{cache}.cacheConfigFile")
     if connector.name != "lmcache" and (wanted or subject.flag(f"{cache}.enableL2Cache", default=False)):
@@ -256,6 +295,32 @@ def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
             location(cache),
             "has no effect, as the engines run without LMCache: neither the image nor a flag carries it",
         )
+
+
+def _cache_file(subject: Subject, connector: str) -> Iterator[Found]:
+    """Mounts of LMCache's configuration, which not every pod has."""
+    cache = "spec.kvCacheSpec"
+    kept = subject.flag(f"{cache}.enableL1Cache", default=True) or (
+        subject.flag(f"{cache}.enableL2Cache", default=False)
+        and "redis" in subject.text(f"{cache}.l2CacheSpec.l2CacheBackend").lower()
+    )
+    there = connector == "lmcache" and not subject.text(f"{cache}.cacheConfigFile")
+    if there and (subject.disaggregated or kept):
+        return
+    for at, mount in _mounts(subject):
+        if mount.get("name") == "lmcache-config":
+            said = "is 'lmcache-config', but there is no such volume: no file is made for LMCache"
+            yield Found("IEC223", (*at, "name"), said)
+
+
+def _mounts(subject: Subject) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """Of init containers, and of what annotations add to the roles."""
+    for at, container in subject.objects("spec.kubernetes.initContainers"):
+        yield from objects_in(container.get("volumeMounts"), (*at, "volumeMounts"))
+    extensions, _ = parse_annotations(subject.annotations if subject.disaggregated else {})
+    for role, own in extensions.roles.items():
+        place = ("metadata", "annotations", f"{PREFIX}{role}-volume-mounts")
+        yield from objects_in(list(own.volume_mounts), place)
 
 
 def _port(subject: Subject, endpoint: Endpoint, of_role: Mapping[Role, Flags]) -> Iterator[Found]:

@@ -73,11 +73,13 @@ def _config(plan: Plan, targets: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _labels(plan: Plan) -> dict[str, str]:
-    """HyperPod's labels; what differs from pod to pod comes from the collector's environment."""
+    """HyperPod's labels; what differs from pod to pod comes from the collector's environment. The collector
+    would fill in `${file:…}` too, and show everybody what it reads: of the resource's own text it is told to
+    take nothing so."""
     return {
         "resource_name": plan.names.name,
         "namespace": plan.names.namespace,
-        "model_name": plan.spec.model_name,
+        "model_name": plan.spec.model_name.replace("$", "$$"),
         "pod_name": "${env:POD_NAME}",
         "node_name": "${env:NODE_NAME}",
     }

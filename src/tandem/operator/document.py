@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from tandem.api.problem import one_line
 from tandem.operator.names import SIZES_ANNOTATION
 from tandem.operator.render import Rendering
 
@@ -14,7 +15,7 @@ from tandem.operator.render import Rendering
 def document(rendering: Rendering, title: str) -> str:
     """What `kubectl apply -f -` takes; `title` says what it was made of."""
     head = [title, *rendering.notes]
-    parts = ["".join(f"# {line}\n" for line in head)]
+    parts = ["".join(f"# {one_line(line)}\n" for line in head)]
     for made in rendering.objects:
         metadata = made["metadata"]
         where = f"{metadata['namespace']}/" if "namespace" in metadata else ""
@@ -29,7 +30,7 @@ def document(rendering: Rendering, title: str) -> str:
 
 
 def _wrapped(line: str) -> str:
-    return textwrap.fill(line, 118, initial_indent="#   ", subsequent_indent="#     ") + "\n"
+    return textwrap.fill(one_line(line), 118, initial_indent="#   ", subsequent_indent="#     ") + "\n"
 
 
 class _Dumper(yaml.SafeDumper):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tandem.api import Role
+from tandem.api import Role, conventions
 from tandem.engine import (
     EngineError,
     has_flag,
@@ -24,6 +24,7 @@ from tandem.operator.errors import RenderError
 from tandem.operator.lmcache import pd_settings
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
+from tandem.operator.texts import literal
 from tandem.operator.weights import downloaded_by_engine
 from tandem.operator.wishes import section
 
@@ -32,7 +33,7 @@ TRANSFER = "--kv-transfer-config"
 _OWN_TRANSFER = ("kv_connector", "kv_connector_module_path", "kv_buffer_device", "kv_buffer_size")
 """Its settings that are one engine's own business."""
 
-LMCACHE_FILE = "/etc/tandem/lmcache/lmcache.yaml"
+LMCACHE_FILE = f"{conventions.LMCACHE_FOLDER}/lmcache.yaml"
 
 _EFA_ENVIRONMENT = {
     "FI_PROVIDER": "efa",
@@ -80,9 +81,10 @@ def _model(plan: Plan, pool: Pool) -> list[str]:
     named = model_argument(pool.args)
     flags: list[str] = []
     if named is None:
-        flags += ["--model", hub.get("modelId") or plan.spec.worker.model_volume_mount.mount_path]
+        folder = plan.spec.worker.model_volume_mount.mount_path
+        flags += ["--model", literal(hub.get("modelId") or folder)]
         if not has_flag(pool.args, "--served-model-name"):
-            flags += ["--served-model-name", plan.spec.model_name]
+            flags += ["--served-model-name", literal(plan.spec.model_name)]
     pinned = hub.get("commitSHA") if named in (None, hub.get("modelId")) else None
     return flags + (["--revision", pinned] if pinned and not has_flag(pool.args, "--revision") else [])
 
@@ -184,7 +186,7 @@ def _owned(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
             {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(names.SIDE_CHANNEL_PORT)},
         ]
     if plan.lmcache_pd or plan.lmcache_colocated:
-        variables.append({"name": "LMCACHE_CONFIG_FILE", "value": plan.cache.file or LMCACHE_FILE})
+        variables.append({"name": "LMCACHE_CONFIG_FILE", "value": literal(plan.cache.file or LMCACHE_FILE)})
     if plan.lmcache_pd:
         # Not in the file: LMCache 0.4.3 would call the key unknown, and knows no other mode.
         variables.append({"name": "LMCACHE_PD_BACKEND_MODE", "value": "sync"})

@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from tandem.api import Role
+from tandem.api.problem import one_line
 from tandem.engine.pd_buffer import CHUNK_TOKENS
 from tandem.engine.pod_ports import LMCACHE_ALLOC_PORT, LMCACHE_INIT_PORT
 from tandem.operator import names, sizes
@@ -36,7 +37,7 @@ def lmcache_yaml(plan: Plan, pool: Pool) -> str:
     lines = [f"# LMCache of the {pool.component} engines of {plan.names.namespace}/{plan.names.name}."]
     for key, value in keys.items():
         why = plan.buffer.reason if key == "pd_buffer_size" and plan.buffer else _WHY.get(key)
-        lines += textwrap.wrap(why or "", 100, initial_indent="# ", subsequent_indent="# ")
+        lines += textwrap.wrap(one_line(why or ""), 100, initial_indent="# ", subsequent_indent="# ")
         lines.append(f"{key}: {json.dumps(value)}")
     return "\n".join(lines) + "\n"
 

@@ -6,14 +6,14 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from tandem.api import GROUP, Role
+from tandem.api import GROUP, Role, conventions
 from tandem.engine import pod_ports
 
-PROXY_CONTAINER = "sidecar-reverse-proxy"
-COLLECTOR_CONTAINER = "otel-collector"
+PROXY_CONTAINER = conventions.PROXY_CONTAINER
+COLLECTOR_CONTAINER = conventions.COLLECTOR_CONTAINER
+DOWNLOAD_CONTAINER = conventions.DOWNLOAD_CONTAINER
+COPY_CONTAINER = conventions.COPY_CONTAINER
 ROUTER_CONTAINER = "router-container"
-DOWNLOAD_CONTAINER = "hf-model-downloader"
-COPY_CONTAINER = "model-weights-copier"
 
 PROXY_PORT = pod_ports.PROXY_PORT
 PROXY_METRICS_PORT = pod_ports.PROXY_METRICS_PORT

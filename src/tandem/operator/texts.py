@@ -10,6 +10,12 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def literal(text: str) -> str:
+    """A word of a command, or a variable's value, written so that Kubernetes hands on what is meant: it fills
+    in `$(NAME)`, and of `$$` it leaves one."""
+    return text.replace("$", "$$")
+
+
 def utc_now() -> datetime:
     return datetime.now(UTC)
 

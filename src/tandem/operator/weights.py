@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from tandem.api import conventions
 from tandem.operator import names
 from tandem.operator.errors import RenderError
 from tandem.operator.model_volume import model_volume
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
+from tandem.operator.texts import literal
 from tandem.operator.wishes import section
 
 COPY_VOLUME = "model-weights-copy"
 COPY_SCRIPT_VOLUME = "parallel-copy-configmap"
-SCRIPTS = "/opt/tandem"
+SCRIPTS = conventions.SCRIPTS_FOLDER
 
 _IGNORED = "original/*,*.pth,*.pt,*.gguf,*.onnx"
 """Files of a Hugging Face repository that vLLM does not read: the same weights in other formats."""
@@ -91,13 +93,14 @@ def fetching(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
     if not prefetched(plan):
         return []
     given = plan.spec.worker.model_volume_mount
+    folder = literal(given.mount_path)
     if has_claim(plan):
         script = {"name": COPY_SCRIPT_VOLUME, "mountPath": SCRIPTS, "readOnly": True}
         return [
             {
                 "name": names.COPY_CONTAINER,
                 "image": pool.image,
-                "command": ["python3", f"{SCRIPTS}/copy_weights.py", "/source", given.mount_path],
+                "command": ["python3", f"{SCRIPTS}/copy_weights.py", "/source", folder],
                 "volumeMounts": [
                     script,
                     {"name": given.name, "mountPath": "/source", **_location(plan), "readOnly": True},
@@ -108,7 +111,7 @@ def fetching(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
             }
         ]
     model = section(plan.spec.model_source_config.hugging_face_model)
-    words = [model["modelId"], given.mount_path, "--ignore", _IGNORED]
+    words = [model["modelId"], folder, "--ignore", _IGNORED]
     if model.get("commitSHA"):
         words += ["--revision", model["commitSHA"]]
     env: list[dict[str, Any]] = [{"name": "HF_HOME", "value": "/tmp/hf"}, {"name": "HOME", "value": "/tmp"}]

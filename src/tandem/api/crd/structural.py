@@ -94,7 +94,7 @@ def _list(value: list[Any], schema: dict[str, Any], at: Location) -> Iterator[tu
         yield at, f"must have at least {schema['minItems']} items (it has {len(value)})"
     if "maxItems" in schema and len(value) > schema["maxItems"]:
         yield at, f"must have at most {schema['maxItems']} items (it has {len(value)})"
-    seen: list[Any] = []
+    seen: set[Any] = set()
     for i, item in enumerate(value):
         yield from schema_problems(item, schema["items"], (*at, i))
         key = _key(item, schema)
@@ -102,19 +102,20 @@ def _list(value: list[Any], schema: dict[str, Any], at: Location) -> Iterator[tu
             continue
         if key in seen:
             yield (*at, i), f"is given twice ({', '.join(map(str, key))})"
-        seen.append(key)
+        seen.add(key)
 
 
 def _key(item: Any, schema: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What must be unique in a list that is a set or a map; None in other lists."""
+    """What must be unique in a list that is a set or a map; None in other lists, and of another shape."""
     match schema.get("x-kubernetes-list-type"):
-        case "set":
+        case "set" if not isinstance(item, dict | list):
             return (item,)
         case "map" if isinstance(item, dict):
             properties = schema["items"]["properties"]
             names = schema["x-kubernetes-list-map-keys"]
             given = {name: value for name, value in item.items() if value is not None}
-            return tuple(given.get(name, properties[name].get("default")) for name in names)
+            key = tuple(given.get(name, properties[name].get("default")) for name in names)
+            return None if any(isinstance(part, dict | list) for part in key) else key
     return None
 
 

@@ -47,9 +47,8 @@ def _command(finding: Finding) -> str:
     place = finding.position
     properties = {"file": place.file, "line": place.line, "col": place.column} if place else {}
     properties["title"] = f"{finding.rule}: {RULES[finding.rule].title}"
-    said = f"{finding.path}: {finding.message}" if finding.path else finding.message
     listed = ",".join(f"{name}={_escaped(value, more=':,')}" for name, value in properties.items())
-    return f"::{finding.severity} {listed}::{_escaped(said)}"
+    return f"::{finding.severity} {listed}::{_escaped(finding.said)}"
 
 
 def _escaped(value: object, more: str = "") -> str:
@@ -95,11 +94,10 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         }
     if finding.path:
         location["logicalLocations"] = [{"fullyQualifiedName": finding.path}]
-    said = f"{finding.path}: {finding.message}" if finding.path else finding.message
     return {
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": str(finding.severity),
-        "message": {"text": said},
+        "message": {"text": finding.said},
         "locations": [location] if location else [],
     }

@@ -11,8 +11,12 @@ import yaml
 
 from tandem.api.crd.structural import Location
 from tandem.api.models import GROUP, KIND
+from tandem.api.problem import one_line
 from tandem.api.strict_yaml import Loader, documents
 from tandem.api.validation.report import Finding, Lines, Position
+
+MOST_BYTES = 4 << 20
+"""Of one file."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,16 @@ class Manifest:
     """Mistakes that leave nothing to judge, and keys given twice."""
     notes: list[str] = field(default_factory=list)
     """Objects that are not looked at, one line each."""
+
+
+def file_text(data: bytes) -> str:
+    """A file's text. Raises ValueError, which says why it is none that is read."""
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB; API servers take no object so large")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def read_manifest(text: str, source: str) -> Manifest:
@@ -97,7 +111,7 @@ def _add(manifest: Manifest, value: Any, lines: Lines) -> None:
             manifest.findings.append(Finding("IEC004", "kind", message, within.get(("kind",), where)))
         else:
             what = f"a {kind}" if isinstance(kind, str) and kind else "an object without kind"
-            manifest.notes.append(f"{where}: {what} is not looked at")
+            manifest.notes.append(one_line(f"{where}: {what} is not looked at"))
 
 
 def _objects(value: Any, at: Location) -> Iterator[tuple[Location, Any]]:

@@ -82,6 +82,24 @@ def metadata_errors(subject: Subject, original: Mapping[str, Any]) -> Iterator[F
         yield Found("IEC107", ("metadata", "annotations"), f"are {size} bytes; the limit is {MOST_BYTES}")
 
 
+def label_mistake(value: str) -> str | None:
+    """What a label's value must be, where a text is none."""
+    return None if not value or _fits(_WORD, value, 63) else f"must be {_A_WORD} (it is {value!r})"
+
+
+def key_mistake(key: str) -> str | None:
+    """What the key of a label must be, or the name of a resource, where a text is neither."""
+    prefix, slash, name = key.rpartition("/")
+    if _fits(_WORD, name, 63) and (not slash or _fits(_SUBDOMAIN, prefix, 253)):
+        return None
+    return f"must be {_A_WORD}, after an optional domain and '/'"
+
+
+def is_object_name(name: str) -> bool:
+    """Whether Secrets and the like can be called so."""
+    return _fits(_SUBDOMAIN, name, 253)
+
+
 def _begins(begun: str, *, alone: bool) -> bool:
     """Whether a name can begin so: a dash at the end is not the end of the name. `alone`: a name is made of
     it, by five letters or digits."""
@@ -104,7 +122,7 @@ def _keys(metadata: dict[str, Any], section: str) -> Iterator[Found]:
         at = ("metadata", section, key)
         prefix, slash, name = key.rpartition("/")
         domain = prefix.lower() if section == "annotations" else prefix
-        if not _fits(_WORD, name, 63) or (slash and not _fits(_SUBDOMAIN, domain, 253)):
-            yield Found("IEC107", at, f"must be {_A_WORD}, after an optional domain and '/'")
-        if section == "labels" and isinstance(value, str) and value and not _fits(_WORD, value, 63):
-            yield Found("IEC107", at, f"must be {_A_WORD} (it is {value!r})")
+        if mistake := key_mistake(f"{domain}{slash}{name}"):
+            yield Found("IEC107", at, mistake)
+        if section == "labels" and isinstance(value, str) and (mistake := label_mistake(value)):
+            yield Found("IEC107", at, mistake)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from tandem.api.crd.structural import Location
-from tandem.api.problem import field_path
+from tandem.api.problem import field_path, one_line
 from tandem.api.validation.rules import RULES
 
 
@@ -29,6 +29,12 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}"
 
+
+MOST_FINDINGS = 500
+"""Errors of one resource, and warnings, that are told."""
+
+LONGEST_TEXT = 1000
+"""Characters of a message or a path that are told."""
 
 Lines = Mapping[Location, Position]
 """Where in a file each part of a resource stands, by its location: ('spec', 'tags', 0, 'name')."""
@@ -61,11 +67,11 @@ class Finding:
 
     @property
     def said(self) -> str:
-        """The field and what is wrong with it."""
-        return f"{self.path}: {self.message}" if self.path else self.message
+        """The field and what is wrong with it, on one line."""
+        return one_line(f"{self.path}: {self.message}" if self.path else self.message)
 
     def __str__(self) -> str:
-        place = f"{self.position}: " if self.position else ""
+        place = one_line(f"{self.position}: ") if self.position else ""
         return f"{place}{self.severity} {self.rule} {self.said}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,12 +111,30 @@ class Report:
 def report(found: Iterable[Found], lines: Lines | None = None) -> Report:
     """Findings with path and place, each once, in the order of the file."""
     findings = [
-        Finding(rule, shown_path(at), message, position_of(at, lines or {}))
-        for rule, at, message in dict.fromkeys(found)
+        Finding(rule, _cut(shown_path(at)), _cut(message), position_of(at, lines or {}))
+        for rule, at, message in dict.fromkeys(_first(found))
     ]
     if lines:
         findings.sort(key=lambda f: f.position[1:] if f.position else (0, 0))
     return Report(tuple(findings))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 3]}..."
+
+
+def _first(found: Iterable[Found]) -> Iterator[Found]:
+    """The first of each severity. Beyond so many errors nothing more is looked for."""
+    told = dict.fromkeys(Severity, 0)
+    for rule, at, message in found:
+        severity = Severity(RULES[rule].severity)
+        told[severity] += 1
+        if told[severity] == MOST_FINDINGS:
+            message += f". There are more {severity}s than these {MOST_FINDINGS}; they are not told"
+        if told[severity] <= MOST_FINDINGS:
+            yield Found(rule, at, message)
+        elif severity is Severity.ERROR:
+            return
 
 
 def position_of(at: Location, lines: Lines) -> Position | None:

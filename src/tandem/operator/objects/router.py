@@ -19,6 +19,11 @@ from tandem.operator.objects.common import (
 from tandem.operator.plan import Plan
 from tandem.operator.routing import router_config
 from tandem.operator.scaling import is_scaled, router_scaling
+from tandem.operator.texts import literal
+
+_TOKEN = "kube-api-access"
+_TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where clients of the API look."""
 
 _READY_SECONDS = 5
 _COLLECTOR_FILE = "/etc/tandem/collector.yaml"
@@ -46,11 +51,11 @@ def deployment(plan: Plan, config: Object | None) -> Object:
         containers.append(collector(plan, mount, _COLLECTOR_FILE) | {"lifecycle": stays})
     pod: Object = {
         "serviceAccountName": plan.names.router,
-        "automountServiceAccountToken": True,  # it watches the pods of its engines
+        "automountServiceAccountToken": False,  # mounted below, for the router alone
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace.total,
         "containers": containers,
-        "volumes": [{"name": "tandem-tmp", "emptyDir": {}}],
+        "volumes": [{"name": "tandem-tmp", "emptyDir": {}}, _token()],
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,
@@ -102,7 +107,7 @@ def _router(plan: Plan) -> Object:
         "name": names.ROUTER_CONTAINER,
         "image": plan.settings.router_image,
         "command": ["tandem", "router"],
-        "args": router_argv(router_config(plan)),
+        "args": [literal(word) for word in router_argv(router_config(plan))],
         "ports": ports,
         "startupProbe": http_probe("/health", names.ROUTER_PORT, periodSeconds=2, failureThreshold=60),
         "readinessProbe": _readiness(plan),
@@ -111,5 +116,22 @@ def _router(plan: Plan) -> Object:
         ),
         "resources": resources("1", "1Gi", "4", "4Gi"),
         "securityContext": locked(ROUTER_USER),
-        "volumeMounts": [{"name": "tandem-tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [
+            {"name": "tandem-tmp", "mountPath": "/tmp"},
+            {"name": _TOKEN, "mountPath": _TOKEN_FOLDER, "readOnly": True},
+        ],
     }
+
+
+def _token() -> Object:
+    """What Kubernetes would mount into every container of the pod: the account's token, by which the router
+    watches the pods of its engines, the API server's certificate, and the namespace. The collector beside it
+    needs none of them."""
+    namespace = {"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}
+    authority = {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+    sources = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": 3607}},
+        {"configMap": authority},
+        {"downwardAPI": {"items": [namespace]}},
+    ]
+    return {"name": _TOKEN, "projected": {"sources": sources}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.api import Role
+from tandem.api import Role, conventions
 from tandem.operator import engines, model_files, names, sizes, weights
 from tandem.operator.kv_layout import kv_layout
 from tandem.operator.objects import config_maps
@@ -200,13 +200,12 @@ def _has_l1(plan: Plan, pool: Pool) -> bool:
 def _engine_mounts(plan: Plan, pool: Pool) -> list[Object]:
     mounts: list[Object] = [
         weights.mount(plan),
-        {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "tandem-tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": conventions.SHM_FOLDER},
+        {"name": "tandem-tmp", "mountPath": conventions.TMP_FOLDER},
         {"name": "tandem-scripts", "mountPath": weights.SCRIPTS, "readOnly": True},
     ]
     if config_maps.has_lmcache_file(plan):
-        folder = engines.LMCACHE_FILE.rpartition("/")[0]
-        mounts.append({"name": "lmcache-config", "mountPath": folder, "readOnly": True})
+        mounts.append({"name": "lmcache-config", "mountPath": conventions.LMCACHE_FOLDER, "readOnly": True})
     return [*mounts, *pool.extensions.volume_mounts]
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.api.annotations import PREFIX, known_annotations, parse_annotations
+from tandem.api.conventions import DEFAULT_MOUNT
+from tandem.api.crd.structural import Location
 from tandem.api.models import Role
-from tandem.api.validation.checks.pods import mount_errors, variable_errors, volume_errors, volume_names
+from tandem.api.validation.checks.pods import (
+    added_volumes,
+    folder_errors,
+    mount_errors,
+    variable_errors,
+    volume_errors,
+    volume_names,
+)
 from tandem.api.validation.report import Found, shown_path
 from tandem.api.validation.subject import Subject
 
@@ -41,10 +50,22 @@ def annotation_checks(subject: Subject) -> Iterator[Found]:
                     (*at[:2], f"{at[2]}volumes", i, "name"),
                     f"is {volume['name']!r}, as a volume of the endpoint has it already; choose another name",
                 )
-        names = shared | {str(volume["name"]) for volume in volumes}
+        names = shared | added_volumes(subject) | {str(volume["name"]) for volume in volumes}
         yield from volume_errors(volumes, (*at[:2], f"{at[2]}volumes"))
-        yield from mount_errors(list(wanted.volume_mounts), (*at[:2], f"{at[2]}volume-mounts"), names)
+        mounts = (*at[:2], f"{at[2]}volume-mounts")
+        yield from mount_errors(list(wanted.volume_mounts), mounts, names)
+        for i, mount in enumerate(wanted.volume_mounts):
+            yield from _place_errors(subject, mount["mountPath"], (*mounts, i, "mountPath"))
         yield from variable_errors(list(wanted.env), (*at[:2], f"{at[2]}env"))
+
+
+def _place_errors(subject: Subject, folder: str, at: Location) -> Iterator[Found]:
+    """Whether something can be mounted there beside the weights."""
+    weights = subject.text("spec.worker.modelVolumeMount.mountPath", DEFAULT_MOUNT)
+    if folder and folder.rstrip("/") == weights.rstrip("/"):
+        yield Found("IEC233", at, f"must be apart from {weights}, where the weights are mounted")
+    elif folder:
+        yield from folder_errors(folder, at)
 
 
 def _parts(path: str) -> Iterator[str | int]:

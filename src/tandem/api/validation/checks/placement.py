@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tandem.api.validation.checks.resources import ROLES
+from tandem.api.validation.metadata import key_mistake, label_mistake
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location
 
@@ -47,8 +49,28 @@ def placement_checks(subject: Subject) -> Iterator[Found]:
             yield Found(
                 "IEC716", at, f"is {name!r}; HyperPod's instance types begin with ml., as ml.p5.48xlarge"
             )
+    yield from _labels(subject)
     if subject.disaggregated:
         given = [(location("spec.instanceType"), kind)] if kind else listed
         for at, name in given:
             if name.startswith("ml.") and name not in DPD_TYPES:
                 yield Found("IEC602", at, f"is {name}; HyperPod disaggregates only on {', '.join(DPD_TYPES)}")
+
+
+def _labels(subject: Subject) -> Iterator[Found]:
+    """What is compared with nodes' labels."""
+    topology = "spec.pdSpec.topologySpec"
+    paths = ("spec.instanceType", f"{topology}.availabilityZone", f"{topology}.placementGroup")
+    given = [(location(path), subject.text(path)) for path in paths]
+    given += [
+        (location("spec.instanceTypes", i), t) for i, t in enumerate(subject.texts("spec.instanceTypes"))
+    ]
+    for role in ROLES:
+        path = f"spec.pdSpec.{role}.nodeSelector"
+        for key, value in subject.object(path).items():
+            if mistake := key_mistake(str(key)):
+                yield Found("IEC233", location(path, str(key)), mistake)
+            given += [(location(path, str(key)), value)] if isinstance(value, str) else []
+    for at, value in given:
+        if mistake := label_mistake(value):
+            yield Found("IEC233", at, mistake)

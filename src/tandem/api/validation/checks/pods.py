@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tandem.api.conventions import RESERVED_VOLUMES
+from tandem.api import conventions
 from tandem.api.crd.structural import Location
+from tandem.api.models import Role
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location, objects_in, whole
 
@@ -49,6 +50,28 @@ def volume_errors(volumes: Any, at: Location) -> Iterator[Found]:
         sources = sorted(set(volume) - {"name"})
         if len(sources) > 1:
             yield Found("IEC224", where, f"has several sources, {' and '.join(sources)}; a volume has one")
+        path, kind = (_of_host_path(volume, field) for field in ("path", "type"))
+        if path == "":
+            yield Found("IEC230", (*where, "hostPath", "path"), "must not be empty: a folder of the node")
+        if kind and kind not in _HOST_PATH_TYPES:
+            said = f"must be one of {', '.join(_HOST_PATH_TYPES)} (it is {kind!r})"
+            yield Found("IEC233", (*where, "hostPath", "type"), said)
+
+
+_HOST_PATH_TYPES = (
+    "BlockDevice",
+    "CharDevice",
+    "Directory",
+    "DirectoryOrCreate",
+    "File",
+    "FileOrCreate",
+    "Socket",
+)
+
+
+def _of_host_path(volume: dict[str, Any], field: str) -> Any:
+    source = volume.get("hostPath")
+    return source.get(field) if isinstance(source, dict) else None
 
 
 def _names_of(listed: list[tuple[Location, dict[str, Any]]], what: str) -> Iterator[Found]:
@@ -73,10 +96,12 @@ def _names_of(listed: list[tuple[Location, dict[str, Any]]], what: str) -> Itera
 
 
 def mount_errors(mounts: Any, at: Location, volumes: Iterable[str]) -> Iterator[Found]:
-    """Mounts of volumes that the pod does not have."""
-    known = sorted({*volumes, *RESERVED_VOLUMES})
+    """Mounts of volumes that the pod does not have, and those without a place."""
+    known = sorted(volumes)
     for where, mount in objects_in(mounts, at):
         name = mount.get("name")
+        if mount.get("mountPath") == "":
+            yield Found("IEC230", (*where, "mountPath"), "must not be empty: where the volume is mounted")
         if isinstance(name, str) and name not in known:
             yield Found(
                 "IEC223",
@@ -85,30 +110,79 @@ def mount_errors(mounts: Any, at: Location, volumes: Iterable[str]) -> Iterator[
             )
 
 
+def folder_errors(folder: str, at: Location) -> Iterator[Found]:
+    """Whether something can be mounted there in the model container."""
+    if ours := conventions.clash(folder):
+        yield Found(
+            "IEC233",
+            at,
+            f"must be apart from {ours}, where Tandem has a volume of its own (it is {folder!r})",
+        )
+
+
 def volume_names(subject: Subject) -> set[str]:
-    """The volumes that every model pod has, less those with reserved names."""
+    """The volumes that every model pod has, less those that Tandem adds."""
     named = {str(v.get("name")) for _, v in subject.objects("spec.kubernetes.volumes")}
     return named | {subject.text("spec.worker.modelVolumeMount.name")} - {""}
+
+
+def added_volumes(subject: Subject) -> set[str]:
+    """The volumes that Tandem adds to every model pod. Whether LMCache's is there, its connector tells."""
+    unused = {"gated-model-downloader-configmap"}
+    if not (_fetches(subject) and _source(subject) in ("s3", "fsx")):
+        unused |= {"model-weights-copy", "parallel-copy-configmap"}
+    return {*conventions.RESERVED_VOLUMES} - unused
+
+
+def _source(subject: Subject) -> str:
+    return subject.text("spec.modelSourceConfig.modelSourceType")
+
+
+def _fetches(subject: Subject) -> bool:
+    """Whether a container fetches the weights before the engine starts."""
+    asked = subject.flag("spec.modelSourceConfig.prefetchEnabled", default=False)
+    return asked and _source(subject) != "kubernetesVolume"
+
+
+def _container_names(subject: Subject) -> set[str]:
+    """Of the containers that Tandem puts into model pods."""
+    endpoint = subject.text("metadata.name")
+    engines = {f"{role}-{endpoint}" for role in Role} if subject.disaggregated else {endpoint}
+    named = engines | {conventions.PROXY_CONTAINER}
+    if subject.flag("spec.metrics.enabled", default=True):
+        named.add(conventions.COLLECTOR_CONTAINER)
+    if _fetches(subject):
+        downloads = _source(subject) == "huggingface"
+        named.add(conventions.DOWNLOAD_CONTAINER if downloads else conventions.COPY_CONTAINER)
+    return named
 
 
 def _init_containers(subject: Subject) -> Iterator[Found]:
     listed = list(subject.objects("spec.kubernetes.initContainers"))
     yield from _names_of(listed, "container")
+    volumes, taken = volume_names(subject) | added_volumes(subject), _container_names(subject)
     for where, container in listed:
+        name = container.get("name")
+        if isinstance(name, str) and name in taken:
+            said = f"is {name!r}, as a container of Tandem's in the same pod; choose another name"
+            yield Found("IEC222", (*where, "name"), said)
         if not container.get("image"):
             yield Found("IEC230", (*where, "image"), "is required: the init container's image")
-        yield from mount_errors(
-            container.get("volumeMounts"), (*where, "volumeMounts"), volume_names(subject)
-        )
+        yield from mount_errors(container.get("volumeMounts"), (*where, "volumeMounts"), volumes)
         yield from variable_errors(container.get("env"), (*where, "env"))
+
+
+def _is_variable(name: str) -> bool:
+    return bool(name) and "=" not in name and name.isascii() and name.isprintable()
 
 
 def variable_errors(variables: Any, at: Location) -> Iterator[Found]:
     """Mistakes in a list of environment variables that lies at `at`."""
     for where, variable in objects_in(variables, at):
         name, source = variable.get("name"), variable.get("valueFrom")
-        if isinstance(name, str) and (not name or "=" in name or not name.isprintable()):
-            yield Found("IEC233", (*where, "name"), f"must be a name without '=' (it is {name!r})")
+        if isinstance(name, str) and not _is_variable(name):
+            said = f"must be printable ASCII without '=' (it is {name!r})"
+            yield Found("IEC233", (*where, "name"), said)
         if isinstance(source, dict) and variable.get("value"):
             yield Found("IEC228", where, "has both value and valueFrom; a variable has one of them")
         if isinstance(source, dict) and len(source) != 1:

@@ -7,11 +7,14 @@ from typing import Any
 
 from tandem.api.crd import schema_problems
 from tandem.api.quantities import EFA, GPU, MOST_DEVICES, devices, quantity
+from tandem.api.validation.metadata import key_mistake
 from tandem.api.validation.report import Found
 from tandem.api.validation.schema import schema_of
 from tandem.api.validation.subject import Subject, location
 
 ROLES = ("prefillSpec", "decodingSpec")
+_STANDARD = ("cpu", "memory", "ephemeral-storage")
+
 _PATHS = (
     "spec.worker.resources",
     *(f"spec.pdSpec.{role}.resources" for role in ROLES),
@@ -28,9 +31,17 @@ def resource_checks(subject: Subject) -> Iterator[Found]:
 
 
 def _amounts(subject: Subject, path: str) -> Iterator[Found]:
+    if subject.get(f"{path}.claims"):
+        yield Found(
+            "IEC233",
+            location(f"{path}.claims"),
+            "names claims of the pod, and the resource has no field for those: Kubernetes refuses the pod",
+        )
     limits, requests = subject.object(f"{path}.limits"), subject.object(f"{path}.requests")
     for section, amounts in (("limits", limits), ("requests", requests)):
         for name, given in amounts.items():
+            if mistake := _no_resource(str(name)):
+                yield Found("IEC226", location(path, section, str(name)), mistake)
             if what := _no_amount(name, given):
                 yield Found("IEC226", location(path, section, name), f"{what} (it is {given})")
     for name, given in requests.items():
@@ -46,6 +57,15 @@ def _amounts(subject: Subject, path: str) -> Iterator[Found]:
             )
         elif most is not None and asked > most:
             yield Found("IEC226", at, f"is {given}, more than the limit, {limits[name]}")
+
+
+def _no_resource(name: str) -> str | None:
+    """What is wrong with a resource's name."""
+    if mistake := key_mistake(name):
+        return mistake
+    if "/" in name or name in _STANDARD or name.startswith("hugepages-"):
+        return None
+    return f"must be one of {', '.join(_STANDARD)}, hugepages-SIZE, or begin with a domain, as {GPU}"
 
 
 def _no_amount(name: str, given: Any) -> str | None:

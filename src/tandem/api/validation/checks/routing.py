@@ -50,9 +50,15 @@ def _paths(subject: Subject) -> Iterator[Found]:
     path = subject.text("spec.invocationEndpoint", "invocations")
     health = subject.text("spec.loadBalancer.healthCheckPath")
     at = location("spec.invocationEndpoint")
-    for name, given in (("invocationEndpoint", f"/{path}"), ("loadBalancer.healthCheckPath", f"/{health}")):
-        if not is_plain_path(given):
-            yield Found("IEC235", location(f"spec.{name}"), f"must be {PLAIN_PATH} (it is {given[1:]!r})")
+    given = {
+        "spec.invocationEndpoint": f"/{path.strip('/')}",
+        "spec.loadBalancer.healthCheckPath": health,
+        "spec.metrics.modelMetrics.path": subject.text("spec.metrics.modelMetrics.path"),
+    }
+    for field, value in given.items():
+        if value.startswith("/") and not is_plain_path(value):  # else it is the schema's matter
+            said = f"must be {PLAIN_PATH} (it is {subject.text(field)!r})"
+            yield Found("IEC235", location(field), said)
     if not path.strip("/"):
         yield Found(
             "IEC712", at, "is the root, below which everything lies; name a path, as v1/chat/completions"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tandem.api.conventions import RESERVED_VOLUMES
+from tandem.api.conventions import DEFAULT_MOUNT, RESERVED_VOLUMES
+from tandem.api.validation.checks.pods import folder_errors
+from tandem.api.validation.metadata import is_object_name
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, location
 
@@ -15,6 +17,14 @@ _MOUNT = "spec.worker.modelVolumeMount"
 
 REGION = "the resource names none, so nothing can be made of it without the operator's own (render --region)"
 """Said of the AWS region where it is needed."""
+
+
+_MOUNT_OPTIONS = (
+    ("s3Storage.bucketName", r"\S+", "a bucket's name, without spaces"),
+    ("s3Storage.region", r"[a-z0-9-]+", "a region's name, as us-east-2"),
+    ("modelLocation", r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]+", "a folder's name on one line"),
+)
+"""What is handed to the driver that mounts a bucket, and what each may be."""
 
 
 def source_checks(subject: Subject) -> Iterator[Found]:
@@ -52,6 +62,10 @@ def _sections(subject: Subject) -> Iterator[Found]:
     system = f"{_SOURCE}.fsxStorage"
     if kind == "fsx" and subject.object(system) and not subject.text(f"{system}.dnsName"):
         yield Found("IEC724", location(system), f"has no dnsName, which is made of the AWS region; {REGION}")
+    for path, allowed, what in _MOUNT_OPTIONS:
+        value = subject.text(f"{_SOURCE}.{path}")
+        if kind == "s3" and value and not re.fullmatch(allowed, value):
+            yield Found("IEC233", location(f"{_SOURCE}.{path}"), f"must be {what} (it is {value!r})")
     bucket = subject.text(f"{_SOURCE}.s3Storage.bucketName")
     if kind == "s3" and (bucket.startswith("s3://") or ("/" in bucket and not bucket.startswith("arn:"))):
         yield Found(
@@ -65,7 +79,11 @@ def _hugging_face(subject: Subject) -> Iterator[Found]:
     token = f"{_SOURCE}.huggingFaceModel.tokenSecretRef"
     if subject.text(f"{_SOURCE}.modelSourceType") != "huggingface" or not subject.object(token):
         return
-    if not subject.text(f"{token}.name"):
+    name = subject.text(f"{token}.name")
+    if name and not is_object_name(name):
+        said = f"must be a Secret's name: lower-case letters, digits, '-' and '.' (it is {name!r})"
+        yield Found("IEC233", location(f"{token}.name"), said)
+    if not name:
         yield Found("IEC230", location(f"{token}.name"), "is required: the name of the Secret with the token")
     if not subject.flag(f"{_SOURCE}.prefetchEnabled", default=False):
         yield Found(
@@ -109,13 +127,15 @@ def _model_volume(subject: Subject) -> Iterator[Found]:
         yield Found(
             "IEC234", location(f"{_MOUNT}.name"), f"is {name!r}, a name that is taken; choose another"
         )
-    path = subject.text(f"{_MOUNT}.mountPath", "/opt/ml/model")
+    path = subject.text(f"{_MOUNT}.mountPath", DEFAULT_MOUNT)
     if not path.startswith("/") or re.search(r":|/\.\.(/|$)", path):
         yield Found(
             "IEC233",
             location(f"{_MOUNT}.mountPath"),
             f"must be an absolute path without ':' and '..' (it is {path!r})",
         )
+    else:
+        yield from folder_errors(path, location(f"{_MOUNT}.mountPath"))
 
 
 def _volumes(subject: Subject) -> Iterator[tuple[str, set[str]]]:
