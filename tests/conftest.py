@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# What an example comes to is judged, not how long a busy machine takes for it.
+settings.register_profile("tandem", deadline=None)
+settings.load_profile("tandem")
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
