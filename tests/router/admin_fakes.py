@@ -27,7 +27,7 @@ class Letters:
     def completion(self, body: Mapping[str, Any]) -> Tokens:
         return Tokens([ord(c) for c in body["prompt"]])
 
-    def chat(self, body: Mapping[str, Any]) -> Tokens:
+    def chat(self, body: Mapping[str, Any], most: int = 0) -> Tokens:
         return Tokens([ord(c) for c in str(body["messages"])])
 
 

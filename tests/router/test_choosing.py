@@ -39,7 +39,7 @@ class Characters:
     def completion(self, body: Mapping[str, Any]) -> Tokens:
         return Tokens([ord(c) for c in body["prompt"]])
 
-    def chat(self, body: Mapping[str, Any]) -> Tokens:
+    def chat(self, body: Mapping[str, Any], most: int = 0) -> Tokens:
         raise NotExact("only completions here")
 
 

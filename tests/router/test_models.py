@@ -324,7 +324,7 @@ class Letters:
         self.models.append(body.get("model"))
         return Tokens([7] * len(body["prompt"]))
 
-    def chat(self, body: Mapping[str, Any]) -> Tokens:
+    def chat(self, body: Mapping[str, Any], most: int = 0) -> Tokens:
         self.models.append(body.get("model"))
         return Tokens([7] * len(str(body["messages"])))
 
