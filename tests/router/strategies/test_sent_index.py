@@ -135,6 +135,7 @@ def test_an_engine_that_was_lost_and_comes_back_is_learnt_again() -> None:
     known, index, one = Fleet(), SentIndex(1, stride=1), engine("http://e:1")
     known.on_loss(index.gone)
     known.add(one)
+    known.prove(one, [])
     index.sent(prompt(range(50)), one)
     known.lost(one, "gone")
     assert index.match(prompt(range(50)), [one]).hit(one).tokens == 0
