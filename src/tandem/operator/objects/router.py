@@ -45,8 +45,8 @@ def deployment(plan: Plan, config: Object | None) -> Object:
             "subPath": config_maps.COLLECTOR,
             "readOnly": True,
         }
-        # Ended at once it would take the whole pod's readiness with it, and requests from a router that still
-        # takes them. Its image has no `sleep`; Kubernetes has, from 1.30 on.
+        # Ended at once it would take the whole pod's readiness with it, and no request would come any more.
+        # Its image has no `sleep`; Kubernetes has, from 1.30 on.
         stays = {"preStop": {"sleep": {"seconds": plan.router_leaves}}}
         containers.append(collector(plan, mount, _COLLECTOR_FILE) | {"lifecycle": stays})
     pod: Object = {
