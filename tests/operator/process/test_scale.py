@@ -35,7 +35,7 @@ async def test_many_endpoints_at_rest_cost_a_lease_and_a_restart_writes_nothing(
                 assert rest.requests["get"] <= lease + 3
                 assert rest.requests["update"] <= lease + 3
                 took = sorted(await latencies(kube, "many", ENDPOINTS, 30))
-                assert took[len(took) // 2] < 2
+                assert took[len(took) // 2] < 10
                 await until("all whole again", lambda: _whole(kube))
                 await at_rest(one, seconds=1)
                 one.process.terminate()
