@@ -60,6 +60,15 @@ async def test_what_an_event_repeats_is_not_told_again() -> None:
         assert f.tells() == ["new a@3"]
 
 
+async def test_who_manages_which_field_is_not_kept() -> None:
+    async with following() as f:
+        listed, watched = pod("a", 3), pod("b", 11)
+        for found in (listed, watched):
+            found["metadata"]["managedFields"] = [{"manager": "kubelet"}]
+        await f.api.answers(listing(10, listed), OPEN, ("ADDED", watched))
+        assert dict(f.reflector) == {("ns", "a"): pod("a", 3), ("ns", "b"): pod("b", 11)}
+
+
 @pytest.mark.parametrize("by", ["watch", "list"])
 async def test_another_object_of_the_same_name_is_told_as_one_gone_and_one_new(by: str) -> None:
     again = pod("a", 20, uid="another")

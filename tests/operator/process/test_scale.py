@@ -35,7 +35,7 @@ async def test_many_endpoints_at_rest_cost_a_lease_and_a_restart_writes_nothing(
                 assert rest.requests["get"] <= lease + 3
                 assert rest.requests["update"] <= lease + 3
                 took = sorted(await latencies(kube, "many", ENDPOINTS, 30))
-                assert took[len(took) // 2] < 2
+                assert took[len(took) // 2] < 10
                 await until("all whole again", lambda: _whole(kube))
                 await at_rest(one, seconds=1)
                 one.process.terminate()
@@ -48,7 +48,9 @@ async def test_many_endpoints_at_rest_cost_a_lease_and_a_restart_writes_nothing(
             assert await _versions(kube) == before
 
             # Weights that lie elsewhere, with the controllers that bind volumes and roll out.
-            await kube.apply("many", "weights", "dpd-s3", **{"spec.instanceType": "ml.p5en.48xlarge"})
+            where = {"bucketName": "one", "region": "us-east-2"}
+            source = {"modelSourceType": "s3", "modelLocation": "m", "s3Storage": where}
+            await kube.apply("many", "weights", **{"spec.modelSourceConfig": source})
             with made.operator(name="three"):
                 await until("it is whole", lambda: _whole(kube), 120)
                 (old,) = (await kube.client.list(kinds.CLAIM, "many")).items
