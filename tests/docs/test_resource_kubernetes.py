@@ -58,9 +58,7 @@ ROWS = [(row, path) for row in rows() for path in row.paths]
 ACTED_ON = [path for row, path in ROWS if row.effect == "acted on"]
 PASSED_ON = [path for row, path in ROWS if row.passed]
 FOR_THE_OPERATOR = [path for row, path in ROWS if row.effect == "operator"]
-WITHOUT_ANY = [
-    pytest.param(row, path, id=path) for row, path in ROWS if row.effect in ("warned", "status")
-]
+WITHOUT_ANY = [pytest.param(row, path, id=path) for row, path in ROWS if row.effect in ("warned", "status")]
 SOMETIMES_WITHOUT = [(row.paths[0], rule) for row in rows() for rule, _ in row.unless]
 
 
