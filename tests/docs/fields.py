@@ -27,7 +27,7 @@ HYPERPOD = dict(
 )
 """Every field of HyperPod's v1: its path, and its type with facts."""
 
-EFFECTS = ("acted on", "condition", "warned", "operator", "status")
+EFFECTS = ("acted on", "warned", "operator", "status")
 """On Kubernetes."""
 
 LOCAL = ("acted on", "listed", "not needed")
@@ -176,7 +176,7 @@ def _line(row: Row) -> str:
     does = row.does or _description(row)
     if row.passed:
         does = f"as it is: {does}"
-    if row.effect in ("condition", "warned"):
+    if row.effect == "warned":
         does = f"no effect ({row.rule}): {does}"
     does += "".join(f"; no effect {when} ({rule})" for rule, when in row.unless)
     cells = (f"`{name}`", kind, default, row.effect, does, row.here or row.local)

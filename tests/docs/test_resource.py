@@ -34,7 +34,7 @@ def test_no_row_names_an_unknown_field() -> None:
 def test_a_row_says_what_its_kind_needs(row: Row) -> None:
     assert row.effect in EFFECTS
     assert row.local in LOCAL
-    assert bool(row.rule) == (row.effect in ("condition", "warned"))
+    assert bool(row.rule) == (row.effect == "warned")
     assert bool(row.here) == (row.local == "acted on")
     assert row.rules <= set(RULES)
 

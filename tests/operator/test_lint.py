@@ -98,11 +98,18 @@ def test_a_sidecar_is_ready_before_the_engine_is(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_pods_have_no_variables_of_services_and_only_the_routers_a_token(variant: str) -> None:
+def test_pods_have_no_variables_of_services_and_the_router_alone_a_token(variant: str) -> None:
     for made in of_kind(rendered(*VARIANTS[variant]), "Deployment"):
         of_pod = made["spec"]["template"]["spec"]
         router = made["metadata"]["labels"]["tandem.dev/component"] == "router"
-        assert of_pod["automountServiceAccountToken"] is router
+        assert of_pod["automountServiceAccountToken"] is False
+        with_token = [
+            found["name"]
+            for found in of_pod["containers"]
+            for mount in found["volumeMounts"]
+            if mount["mountPath"].startswith("/var/run/secrets")
+        ]
+        assert with_token == (["router-container"] if router else []), "its collector needs none"
         assert of_pod["enableServiceLinks"] is False
         assert of_pod["serviceAccountName"]
     for account in of_kind(rendered(*VARIANTS[variant]), "ServiceAccount"):

@@ -253,25 +253,15 @@ def test_a_router_that_leaves_stays_reachable_as_long_as_it_takes_requests(varia
     assert spec["terminationGracePeriodSeconds"] > takes
 
 
-@pytest.mark.parametrize("variant", ["dpd-s3", "without metrics"])
-def test_the_router_alone_has_the_token(variant: str) -> None:
-    of_pod = pod(rendered(*VARIANTS[variant]), "router")
-    assert of_pod["automountServiceAccountToken"] is False
-    folder = "/var/run/secrets/kubernetes.io/serviceaccount"
-    (volume,) = (v for v in of_pod["volumes"] if "projected" in v)
-    files = {
-        s["serviceAccountToken"]["path"]
-        for s in volume["projected"]["sources"]
-        if len(s) == 1 and "serviceAccountToken" in s
-    }
-    assert files == {"token"}
-    having = {
-        c["name"]: m["mountPath"]
-        for c in of_pod["containers"]
-        for m in c["volumeMounts"]
-        if m["name"] == volume["name"]
-    }
-    assert having == {"router-container": folder}
+def test_the_router_finds_its_token_where_clients_of_the_api_look() -> None:
+    of_pod = pod(rendered("dpd-s3"), "router")
+    mounts = container(of_pod, "router-container")["volumeMounts"]
+    (mount,) = (m for m in mounts if m["mountPath"] == "/var/run/secrets/kubernetes.io/serviceaccount")
+    (volume,) = (v for v in of_pod["volumes"] if v["name"] == mount["name"])
+    kinds = {kind: source for found in volume["projected"]["sources"] for kind, source in found.items()}
+    assert kinds["serviceAccountToken"]["path"] == "token"
+    assert kinds["configMap"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    assert kinds["downwardAPI"]["items"][0]["path"] == "namespace"
 
 
 def test_kubernetes_fills_nothing_in_that_the_resource_means_as_it_is() -> None:

@@ -122,3 +122,19 @@ def test_times_are_the_resources() -> None:
     assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 8
     assert behavior["scaleUp"]["stabilizationWindowSeconds"] == 9
     assert spec["triggers"][0]["metadata"]["metricCollectionTime"] == "600", "never less than one period"
+
+
+def test_keda_looks_at_least_once_a_second() -> None:
+    """HyperPod's schema takes 0, KEDA's does not."""
+    trigger = {"namespace": "X", "metricName": "a", "targetValue": 1}
+    wish = {"pollingInterval": 0, "cloudWatchTrigger": trigger}
+    (found,) = of_kind(rendered("colocated-routing", {"spec.autoScalingSpec": wish}), "ScaledObject")[:1]
+    assert found["spec"]["pollingInterval"] == 1
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, 15, 16, 3600])
+def test_a_deployment_may_take_longer_than_a_pod_has_to_be_ready(seconds: int) -> None:
+    """Kubernetes takes no deadline that is over before."""
+    for found in of_kind(rendered("dpd-s3", {"spec.maxDeployTimeInSeconds": seconds}), "Deployment"):
+        least = found["spec"].get("minReadySeconds", 0)
+        assert found["spec"].get("progressDeadlineSeconds", 600) > least

@@ -21,6 +21,7 @@ from tandem.config.values import request_path
 from tandem.engine.pod_ports import taken_ports
 from tandem.engine.validation import validate
 from tandem.operator import RenderError, Rendering, Settings, render
+from tandem.operator.control.desired import desired
 
 from ..api.asking import asked
 from ..api.conftest import ApiServer
@@ -340,3 +341,15 @@ def render_objects(resource: Any) -> list[Any]:
     made = outcome(resource)
     assert isinstance(made, Rendering), made
     return list(made.objects)
+
+
+def test_the_condition_tells_each_thing_once_and_nothing_of_what_is_well() -> None:
+    quiet = changed("dpd-nvme", {"spec.worker.resources": {}, "spec.worker.environmentVariables": ...})
+    assert desired(as_stored(quiet), WITH_REGION).outcome.warnings == ()
+    shell = changed("dpd-s3", {"spec.worker.command": ["bash", "-c", 'exec vllm serve "$@"']})
+    warnings = desired(as_stored(shell), WITH_REGION).outcome.warnings
+    assert sum(said.startswith("spec.worker.command: ") for said in warnings) == 1
+
+
+def as_stored(resource: dict[str, Any]) -> dict[str, Any]:
+    return resource | {"metadata": resource["metadata"] | {"uid": "1"}}

@@ -19,7 +19,7 @@ KIND = "InferenceEndpointConfig"
 VERSIONS = ("v1", "v1alpha1")
 
 ANNOTATION_CONNECTOR = "tandem.dev/connector"
-"""Overrides the KV connector that would be chosen: `auto` (default) or `nixl`."""
+"""Overrides the KV connector that would be chosen: `auto` (default), `nixl` or `lmcache`."""
 
 Int32 = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
@@ -157,7 +157,7 @@ class Spec(Section):
     kubernetes: KubernetesSpec | None = None
     invocation_endpoint: str = "invocations"
 
-    # Not read by code yet; accepted as they come.
+    # Kept as they came: what is read of them is read by name.
     initial_replica_count: Any = Field(default=None, alias="InitialReplicaCount")
     auto_scaling_spec: Any = None
     data_capture: Any = None

@@ -40,8 +40,10 @@ def desired(found: Object, settings: Settings) -> Desired:
         rendering = rendered(made)
     except RenderError as error:
         return Desired(Outcome(problems=(str(error),), warnings=warnings))
+    told = {f.path for f in report.warnings} | {"connector"}  # that one is in status.transfer
+    notes = (note for note in rendering.notes if note.partition(": ")[0] not in told)
     outcome = Outcome(
-        warnings=(*warnings, *rendering.notes),
+        warnings=(*warnings, *notes),
         wanted=_wanted(made),
         disaggregated=made.spec.pd_spec is not None,
         transfer=_transfer(made),

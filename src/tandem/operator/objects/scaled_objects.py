@@ -30,7 +30,7 @@ def _scaled(
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": target},
             "minReplicaCount": max(least, wish.minimum),
             "maxReplicaCount": wish.maximum,
-            "pollingInterval": wish.polling,
+            "pollingInterval": max(1, wish.polling),  # KEDA's least
             "cooldownPeriod": wish.cooldown,
             "initialCooldownPeriod": wish.initial_cooldown,
             "advanced": {

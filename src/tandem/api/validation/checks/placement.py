@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from tandem.api.crd.structural import Location
 from tandem.api.validation.checks.resources import ROLES
 from tandem.api.validation.metadata import key_mistake, label_mistake
 from tandem.api.validation.report import Found
-from tandem.api.validation.subject import Subject, location
+from tandem.api.validation.subject import Subject, location, objects_in
 
 DPD_TYPES = (
     "ml.p5.48xlarge",
@@ -50,11 +52,46 @@ def placement_checks(subject: Subject) -> Iterator[Found]:
                 "IEC716", at, f"is {name!r}; HyperPod's instance types begin with ml., as ml.p5.48xlarge"
             )
     yield from _labels(subject)
+    yield from node_affinity_errors(subject.get("spec.nodeAffinity"), location("spec.nodeAffinity"))
     if subject.disaggregated:
         given = [(location("spec.instanceType"), kind)] if kind else listed
         for at, name in given:
             if name.startswith("ml.") and name not in DPD_TYPES:
                 yield Found("IEC602", at, f"is {name}; HyperPod disaggregates only on {', '.join(DPD_TYPES)}")
+
+
+_OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt")
+
+
+def node_affinity_errors(affinity: Any, at: Location) -> Iterator[Found]:
+    """Mistakes in a NodeAffinity that lies at `at`."""
+    if not isinstance(affinity, dict):
+        return
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+    below = (*at, "requiredDuringSchedulingIgnoredDuringExecution", "nodeSelectorTerms")
+    terms = list(objects_in(required.get("nodeSelectorTerms") if isinstance(required, dict) else None, below))
+    name = "preferredDuringSchedulingIgnoredDuringExecution"
+    for where, wish in objects_in(affinity.get(name), (*at, name)):
+        if isinstance(term := wish.get("preference"), dict):
+            terms.append(((*where, "preference"), term))
+    for where, term in terms:
+        for place, asked in objects_in(term.get("matchExpressions"), (*where, "matchExpressions")):
+            key, operator = asked.get("key"), asked.get("operator")
+            if isinstance(key, str) and (mistake := key_mistake(key)):
+                yield Found("IEC233", (*place, "key"), mistake)
+            if isinstance(operator, str) and operator not in _OPERATORS:
+                said = f"must be one of {', '.join(_OPERATORS)} (it is {operator!r})"
+                yield Found("IEC233", (*place, "operator"), said)
+
+
+def toleration_errors(tolerations: Any, at: Location) -> Iterator[Found]:
+    """Mistakes in a list of Tolerations that lies at `at`."""
+    for where, toleration in objects_in(tolerations, at):
+        key, operator = toleration.get("key"), toleration.get("operator")
+        if key and (mistake := key_mistake(key)):
+            yield Found("IEC233", (*where, "key"), mistake)
+        if operator and operator not in ("Equal", "Exists"):
+            yield Found("IEC233", (*where, "operator"), f"must be Equal or Exists (it is {operator!r})")
 
 
 def _labels(subject: Subject) -> Iterator[Found]:

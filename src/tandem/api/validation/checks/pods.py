@@ -37,7 +37,7 @@ def pod_checks(subject: Subject) -> Iterator[Found]:
 def _counts(subject: Subject) -> Iterator[Found]:
     """Numbers that the schema does not bound."""
     seconds = subject.number("spec.maxDeployTimeInSeconds")
-    if seconds is not None and seconds <= 0:
+    if seconds is not None and seconds <= 15:  # a pod counts as available when it was ready so long
         at = location("spec.maxDeployTimeInSeconds")
         yield Found("IEC710", at, f"is {seconds}: every deployment would count as failed at once")
 
@@ -190,6 +190,13 @@ def variable_errors(variables: Any, at: Location) -> Iterator[Found]:
             yield Found("IEC228", (*where, "valueFrom"), f"must have exactly one source; it {given}")
 
 
+_NOT_NEGATIVE = (
+    "failureThreshold",
+    "initialDelaySeconds",
+    "periodSeconds",
+    "successThreshold",
+    "timeoutSeconds",
+)
 _HANDLERS = ("exec", "grpc", "httpGet", "tcpSocket")
 
 
@@ -211,10 +218,16 @@ def _probes(subject: Subject) -> Iterator[Found]:
                 location(path, "successThreshold"),
                 "must be 1, as only a readinessProbe may ask for more",
             )
-        for field in ("failureThreshold", "periodSeconds", "timeoutSeconds"):
+        for field in _NOT_NEGATIVE:
             value = whole(probe.get(field))
             if value is not None and value < 0:
                 yield Found("IEC227", location(path, field), f"must not be negative (it is {value})")
+        grace = whole(probe.get("terminationGracePeriodSeconds"))
+        at = location(path, "terminationGracePeriodSeconds")
+        if grace is not None and name == "readinessProbe":
+            yield Found("IEC227", at, "must be left out: a readinessProbe ends no container")
+        elif grace is not None and grace < 1:
+            yield Found("IEC227", at, f"must be at least 1 (it is {grace})")
 
 
 def _ports(subject: Subject) -> Iterator[Found]:

@@ -9,7 +9,7 @@ from tandem.api.validation.subject import Subject, location
 
 _UNUSED = {
     "spec.InitialReplicaCount": "has no effect, as on HyperPod; use replicas",
-    "spec.endpointName": "has no effect beyond a condition: Tandem makes no SageMaker endpoint",
+    "spec.endpointName": "has no effect: Tandem makes no SageMaker endpoint",
     "spec.modelVersion": "has no effect: it is of a SageMaker endpoint, and Tandem makes none",
     "spec.tags": "has no effect: they are of a SageMaker endpoint, and Tandem makes none",
     "spec.dnsConfig": "has no effect: Tandem changes no DNS records",
@@ -18,10 +18,9 @@ _UNUSED = {
     "status": "is written by the operator; the API server drops it here. Take it out",
 }
 _UNUSED_SWITCHES = {
-    "spec.inferenceGateway.enabled": "has no effect beyond a condition: Tandem works with no inference "
-    "gateway",
+    "spec.inferenceGateway.enabled": "has no effect: Tandem works with no inference gateway",
     **{
-        f"spec.dataCapture.{part}.enabled": "has no effect beyond a condition: Tandem captures no requests"
+        f"spec.dataCapture.{part}.enabled": "has no effect: Tandem captures no requests"
         for part in ("loadBalancer", "modelPod", "sagemakerEndpoint")
     },
 }
