@@ -199,7 +199,7 @@ async def test_what_cannot_be_read_changes_nothing(
         assert (await r.agreed(ids(2, 100))).cached == 0
         assert (await r.agreed(ids(2, 100))).cached == 96
         told = await r.metrics()
-        assert told['tandem_kv_events_total{kind="unread"}'] == len(unread) + 2
+        assert told['tandem_kv_events_total{kind="unread"}'] == len(unread) + 5
         assert told['tandem_kv_blocks_dropped_total{reason="unaligned"}'] == 4
         assert told['tandem_kv_blocks_dropped_total{reason="orphan"}'] == 2
         assert len([m for m in caplog.messages if "cannot be read" in m]) == 1
