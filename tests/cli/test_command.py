@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import signal
 import socket
 import sys
 from importlib.metadata import version
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli import COMMANDS
+from tandem.cli import COMMANDS, INTERRUPTED, main
 
 from .conftest import Tandem
 
@@ -131,3 +133,21 @@ async def test_a_router_runs_until_it_is_told_to_end() -> None:
     child.terminate()
     await child.communicate()
     assert child.returncode == 0
+
+
+def test_a_containers_first_process_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel keeps a signal from it that it has no handler for."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("os.getpid", lambda: 1)
+
+    def starts(words: object) -> argparse.Namespace:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("tandem.cli.parse", starts)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["router"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == INTERRUPTED

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -28,6 +30,10 @@ stopped by a signal before there was a result."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code."""
+    if os.getpid() == 1:
+        # A container's first process gets no signal that it has no handler for: a router whose pod is deleted
+        # while it starts would stay for its whole grace period. Once it works it has its own.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(INTERRUPTED))
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
