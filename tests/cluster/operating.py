@@ -51,12 +51,13 @@ class Operator:
         """Whether the one pod that there is leads."""
         return [pod["metadata"]["name"] for pod in self.pods()] == [self.holder()]
 
-    def metric(self, name: str) -> float:
-        """Of the pod that leads."""
+    def requests(self) -> float:
+        """To the API server so far, of all verbs, by the pod that leads."""
         (pod,) = [pod for pod in self.pods() if pod["metadata"]["name"] == self.holder()]
         page = self.cluster.http.get(f"http://{pod['status']['podIP']}:{METRICS}/metrics").text
-        (value,) = [line.split()[1] for line in page.splitlines() if line.startswith(f"{name} ")]
-        return float(value)
+        lines = [line for line in page.splitlines() if line.startswith("tandem_operator_requests_total{")]
+        assert lines, page
+        return sum(float(line.split()[1]) for line in lines)
 
 
 @dataclass

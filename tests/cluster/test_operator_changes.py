@@ -38,9 +38,9 @@ def test_at_rest_the_lease_is_renewed_and_nothing_else_is_asked(pair: Managed, o
         """A GET and a PUT for each renewal. Watches are opened again each five minutes, so not always."""
         with watching(pair.cluster, LEASE.rpartition("/")[0], **lease) as seen:
             pair.cluster.wait_for("a renewal", lambda: len(seen.objects) > 1)
-            first, before = len(seen.objects), operator.metric("tandem_operator_requests_total")
+            first, before = len(seen.objects), operator.requests()
             pair.cluster.wait_for("three renewals", lambda: len(seen.objects) >= first + 3)
-            return operator.metric("tandem_operator_requests_total") - before == 6
+            return operator.requests() - before == 6
 
     pair.cluster.wait_for("rest", rests)
 
