@@ -3,13 +3,14 @@ over TCP and shared memory; those for GPUs and network cards are the same with o
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.operator.control.transport import Moves, summary, transports
+from tandem.operator.control.transport import LONGEST_SUMMARY, Moves, summary, transports
 
 START = """\
 (EngineCore pid=32) INFO 11-30 09:51:53 [base_worker.py:515] Initializing NIXL wrapper
@@ -179,6 +180,21 @@ def test_what_a_log_tells(case: str) -> None:
 @given(st.text(alphabet=st.sampled_from("|[]:. \n0123cfgselfremotyadinu#*()/%"), max_size=400))
 def test_a_log_may_hold_anything(log: str) -> None:
     transports(log, "read")
+
+
+@pytest.mark.parametrize("part", ["[a:1:1] |", "[a:1:1]  | x |", "[:", "Discovered 1 "])
+def test_a_log_of_one_endless_line_holds_nobody_up(part: str) -> None:
+    """Engines' images are their users', and one operator looks after all."""
+    began = time.process_time()
+    log = part * ((1 << 20) // len(part)) + "\n" + table(PEER, READ, whole("tcp/eth0"))
+    assert transports(log, "read") == ("TCP (tcp/eth0)",)
+    assert time.process_time() - began < 5
+
+
+def test_of_many_transports_the_status_takes_some() -> None:
+    told = summary([tuple(f"TCP (tcp/eth{i})" for i in range(10_000))])
+    assert told is not None
+    assert len(told) == LONGEST_SUMMARY
 
 
 def test_of_several_engines_it_is_told_how_many() -> None:

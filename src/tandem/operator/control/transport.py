@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.operator.texts import shortened
+
 Moves = Literal["read", "write"]
 """What moves KV: decoders read it (NIXL), or prefillers write it (LMCache)."""
 
@@ -21,6 +23,10 @@ MOVER: Mapping[str, tuple[str, Moves]] = {"nixl": ("decode", "read"), "lmcache":
 UNKNOWN = "unknown"
 MOST_LANES = 4
 """Devices that are named."""
+LONGEST_LINE = 2000
+"""Characters of a line that is looked at: UCX's have some 150. Looking takes time by the square of it, and
+what engines log is not ours."""
+LONGEST_SUMMARY = 1000
 
 # "[1796031124.459559] [vm:12271:0]   | …  |": host, process and thread, and what is between the borders.
 _ROW = re.compile(r"\[[^\[\]]*:(?P<process>\d+)\s*:\d+\]\s+\|(?P<cells>.*)\|\s*$")
@@ -57,6 +63,8 @@ def transports(log: str, moves: Moves) -> tuple[str, ...]:
     told: dict[tuple[str, ...], str] = {}
     tables: dict[str, _Table] = {}
     for line in log.splitlines():
+        if len(line) > LONGEST_LINE:
+            continue
         row = _ROW.search(line)
         if row is not None:
             process = row["process"]
@@ -72,10 +80,11 @@ def transports(log: str, moves: Moves) -> tuple[str, ...]:
 def summary(told: Iterable[tuple[str, ...]]) -> str | None:
     """Of several engines' transports; None where none has told any."""
     counts = Counter(transport for engine in told for transport in engine)
-    if len(counts) < 2:
-        return next(iter(counts), None)
+    if not counts:
+        return None
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return "; ".join(f"{name} of {count} engine{'s' * (count > 1)}" for name, count in ordered)
+    words = [f"{name} of {count} engine{'s' * (count > 1)}" for name, count in ordered]
+    return shortened("; ".join(words) if len(words) > 1 else ordered[0][0], LONGEST_SUMMARY)
 
 
 def _read(table: _Table, text: str, moves: Moves) -> tuple[str, str] | None:
