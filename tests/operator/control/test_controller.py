@@ -136,11 +136,18 @@ async def test_to_colocated_and_back(world: World) -> None:
     await world.until(back, "disaggregated alone")
 
 
-async def test_a_deleted_endpoint_leaves_nothing(world: World) -> None:
+async def test_a_deleted_endpoint_leaves_nothing_and_its_router_goes_before_its_engines(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     await world.apply(world.manifest())
     await world.until(world.has(f"Ingress/alb-pd-hf-{world.namespace}"), "all objects")
-    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
+    with caplog.at_level("INFO"):
+        await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
     assert await world.objects() == {}
+    said = [message for message in caplog.messages if message.startswith(("deleted Ing", "deleted Depl"))]
+    balancer, router, *engines = (message.rpartition("/")[2] for message in said)
+    assert (balancer, router) == (f"alb-pd-hf-{world.namespace}", f"pd-hf-{world.namespace}-router")
+    assert set(engines) == {"prefill-pd-hf", "decode-pd-hf"}
 
 
 async def test_what_lies_in_the_system_namespace_goes_also_when_the_finalizer_was_taken_off(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -35,8 +34,6 @@ TOLD_FROM = 3
 """From so many passes in a row that fail the status tells why: one may be a moment's trouble."""
 SLOW_SECONDS = 10.0
 """A pass that has lasted so long ends with its first failure: others wait for their turn."""
-
-log = logging.getLogger(__name__)
 
 
 class Controller:
@@ -256,7 +253,8 @@ class Controller:
             raise
         version = found["metadata"]["resourceVersion"]
         versions, _ = self._told.get(key_of(found), ([], {}))
-        known = versions if version in versions else [version]
+        # Those before it the watch has passed.
+        known = versions[versions.index(version) :] if version in versions else [version]
         self._told[key_of(found)] = [*known, written["metadata"]["resourceVersion"]], status
         for event in transitions(before.get("conditions") or (), status["conditions"]):
             await self._recorder.tell(found, event, self._now())
@@ -266,8 +264,9 @@ def _created(pod: Object) -> datetime:
     return datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
 
 
-def _last_made(there: Object) -> int:
-    return OWNED.index(resource_of(there))
+def _last_made(there: Object) -> tuple[int, bool]:
+    of_router = there["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == "router"
+    return OWNED.index(resource_of(there)), of_router
 
 
 def _goes_by_itself(there: Object) -> bool:
