@@ -81,7 +81,7 @@ class Role:
     observed: bool
     """The Deployment is there, and its controller has seen its newest form."""
     stuck: bool
-    """It did not get on within its deadline, or its pods cannot be created."""
+    """It did not get on within its deadline."""
     trouble: Trouble | None
     blocked: str | None
     """Why pods cannot even be created."""
