@@ -62,12 +62,8 @@ class Client:
         self._http = http
         self._before_write: Callable[[], None] | None = None
         self.sent: Counter[str] = Counter()
-        """Requests so far, by verb as API servers' rights have them; a page of a list is one."""
-
-    @property
-    def requests(self) -> int:
-        """Sent so far, watches included."""
-        return self.sent.total()
+        """Requests so far, watches included, by verb as API servers' rights have them; a page of a list is
+        one."""
 
     def guarded(self, before_write: Callable[[], None]) -> Client:
         """The same, but that each write is preceded by a call, which may raise a KubeError to forbid it."""
@@ -237,9 +233,9 @@ class Client:
         try:
             found: Any = msgspec.json.decode(answer.content)
         except msgspec.DecodeError as error:
-            raise KubeError(f"{verb} {path}: the answer is not JSON: {error}") from error
+            raise KubeError(f"{_METHODS[verb]} {path}: the answer is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise KubeError(f"{verb} {path}: the answer is no object")
+            raise KubeError(f"{_METHODS[verb]} {path}: the answer is no object")
         return found
 
     async def _answer(

@@ -108,9 +108,9 @@ class World:
         client = client or self.client
         async with asyncio.timeout(WAIT_SECONDS):
             while True:
-                before = client.requests
+                before = client.sent.total()
                 await asyncio.sleep(1)
-                if client.requests == before > 0:
+                if client.sent.total() == before > 0:
                     return
 
 
