@@ -139,6 +139,7 @@ class _Operator:
                 raise
             finally:
                 self._loop = None
+                self._metrics.loop_ended()
                 self._metrics.leads.set(0)
 
     async def _work(self, client: Client) -> None:
