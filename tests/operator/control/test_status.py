@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -315,6 +316,21 @@ def test_weights_that_cannot_be_reached_are_the_model_sources_trouble() -> None:
     source = next(c for c in made["conditions"] if c["type"] == "ModelSource")
     assert (source["status"], source["reason"]) == ("False", "FailedMount")
     assert "s3.csi.aws.com" in source["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'persistentvolumeclaim "llama-weights" not found',
+        "0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found",
+    ],
+)
+def test_a_claim_that_keeps_pods_from_nodes_is_the_model_sources_trouble(message: str) -> None:
+    waits = pod("prefill", "prefill-x-1", "")
+    unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    waits["status"] = {"conditions": [unplaced]}
+    made = status(deployment("prefill", 2, 0), *WHOLE[1:], pods=[waits])
+    assert conditions(made)["ModelSource"] == ("False", "Unschedulable")
 
 
 def test_a_colocated_endpoint_has_workers() -> None:

@@ -330,7 +330,7 @@ def _validated(outcome: Outcome) -> Object:
     return _condition("Validated", True, "Valid", "the resource is valid")
 
 
-_SOURCE = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "ProvisioningFailed")
+_SOURCE = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _NO_DRIVER = "CsiDriverMissing"
 _CRASHES = ("Crash", "CrashLoop")
 
@@ -349,7 +349,7 @@ def _model_source(roles: Sequence[Role], outcome: Outcome) -> Iterable[Object]:
             trouble.reason in _SOURCE
             or names.DOWNLOAD_CONTAINER in trouble.message
             or names.COPY_CONTAINER in trouble.message
-            or "persistentvolumeclaim" in trouble.message
+            or "persistentvolumeclaim" in trouble.message.lower()
         ):
             failed = names.DOWNLOAD_CONTAINER in trouble.message and trouble.reason in _CRASHES
             reason = "HuggingFaceDownloadFailed" if failed else trouble.reason
