@@ -252,6 +252,19 @@ def test_one_long_prompt_is_a_longer_wait_than_many_short_ones_of_as_many_tokens
     assert PrefixAware().choose(prompt(range(100)), engines).engine is engines[1]
 
 
+def test_who_was_given_much_more_than_others_is_left_alone_for_a_while() -> None:
+    """Though its queue is the shorter one: requests that are answered at once fill a cache, too."""
+    engines = fleet(2)
+    strategy = after(20, 1000, engines)
+    wait_for(engines[1], 1000)
+    assert strategy.choose(prompt(range(10**7, 10**7 + 1000)), engines).engine is engines[0]
+    for i in range(20):
+        strategy.sent(prompt(range(10**8 + i * 1000, 10**8 + (i + 1) * 1000)), engines[0])
+    assert strategy.choose(prompt(range(10**7, 10**7 + 1000)), engines).engine is engines[1]
+    wait_for(engines[1], 8000, prompts=8)
+    assert strategy.choose(prompt(range(10**7, 10**7 + 1000)), engines).engine is engines[0]
+
+
 def test_who_was_given_much_more_than_others_loses_what_its_cache_is_worth() -> None:
     """A prefix that everybody begins with is then computed by another."""
     engines = fleet(2)
