@@ -211,14 +211,15 @@ def test_a_request_is_in_flight_until_its_block_ends_in_whatever_way(box: Box) -
 def test_tokens_are_pending_until_they_are_computed_or_the_block_ends(box: Box) -> None:
     with box.p0.busy(100) as computed, box.p0.busy(20):
         assert (box.p0.in_flight, box.p0.pending_tokens) == (2, 120)
+        assert box.p0.pending_squares == 100**2 + 20**2
         computed()
         assert (box.p0.in_flight, box.p0.pending_tokens) == (2, 20)
         computed()  # once only
-        assert box.p0.pending_tokens == 20
-    assert (box.p0.in_flight, box.p0.pending_tokens) == (0, 0)
+        assert (box.p0.pending_tokens, box.p0.pending_squares) == (20, 20**2)
+    assert (box.p0.in_flight, box.p0.pending_tokens, box.p0.pending_squares) == (0, 0, 0)
     with pytest.raises(KeyError), box.p0.busy(7):
         raise KeyError
-    assert box.p0.pending_tokens == 0
+    assert (box.p0.pending_tokens, box.p0.pending_squares) == (0, 0)
 
 
 def test_after_five_failures_in_a_row_an_engine_is_used_only_where_no_other_is_left(box: Box) -> None:

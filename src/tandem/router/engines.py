@@ -41,6 +41,8 @@ class Engine:
     in_flight: int = 0
     pending_tokens: int = 0
     """Prompt tokens of requests in flight that it has to compute and that have no first answer yet."""
+    pending_squares: int = 0
+    """Of these, each prompt's squared: what attention costs grows with it."""
     held: int = 0
     """Requests that it was chosen to answer, from then to their end: also while another computes their
     prompts."""
@@ -87,10 +89,12 @@ class Engine:
         def computed() -> None:
             nonlocal pending
             self.pending_tokens -= pending
+            self.pending_squares -= pending * pending
             pending = 0
 
         self.in_flight += 1
         self.pending_tokens += pending
+        self.pending_squares += pending * pending
         try:
             yield computed
         finally:

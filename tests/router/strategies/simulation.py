@@ -48,6 +48,7 @@ def run(
         while later and later[0][0] <= request.at:
             _, _, engine, tokens = heapq.heappop(later)
             engine.pending_tokens -= tokens
+            engine.pending_squares -= tokens * tokens
             engine.in_flight -= not tokens
         prompt = request.prompt
         choice = strategy.choose(prompt, engines)
@@ -70,6 +71,7 @@ def run(
         result.waits.append(first - request.at)
         expected = tokens - choice.hit_tokens
         engine.pending_tokens += expected
+        engine.pending_squares += expected * expected
         engine.in_flight += 1
         heapq.heappush(later, (first, 2 * number, engine, expected))
         heapq.heappush(later, (free[engine], 2 * number + 1, engine, 0))

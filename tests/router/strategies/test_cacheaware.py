@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import example, given
@@ -199,19 +199,108 @@ def test_a_new_engine_is_not_flooded() -> None:
     assert max(given.values()) <= 40
 
 
+def after(requests: int, prompt_tokens: int, engines: list[Engine]) -> PrefixAware:
+    """One that has sent so many prompts of that length, all different, in turn to each engine."""
+    strategy, unique = PrefixAware(), count(10**6)
+    for i in range(requests):
+        ids = [next(unique) for _ in range(prompt_tokens)]
+        strategy.sent(prompt(ids), engines[i % len(engines)])
+    return strategy
+
+
+def wait_for(engine: Engine, tokens: int, prompts: int = 1) -> None:
+    """That many tokens are queued there, in so many prompts."""
+    engine.pending_tokens = tokens
+    engine.pending_squares = prompts * (tokens // prompts) ** 2
+
+
+def choice_with_queue(
+    strategy: Strategy, turn: Prompt, holder: Engine, engines: list[Engine], q: int
+) -> bool:
+    """Whether it goes where its cache is, when so much is queued there."""
+    wait_for(holder, q, prompts=max(1, q // 1000))
+    return strategy.choose(turn, engines).engine is holder
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_the_next_turn_waits_for_its_cache_but_not_without_end(scale: int) -> None:
+    """How long depends on how long prompts are at present, not on a number of tokens."""
+    engines = fleet(4)
+    strategy, history = after(80, 500 * scale, engines), list(range(320 * scale))
+    strategy.sent(prompt(history), engines[1])
+    turn = prompt([*history, *range(10**7, 10**7 + 32 * scale)])
+    assert choice_with_queue(strategy, turn, engines[1], engines, 3_000 * scale)
+    assert choice_with_queue(strategy, turn, engines[1], engines, 6_000 * scale)
+    assert not choice_with_queue(strategy, turn, engines[1], engines, 14_000 * scale)
+
+
+def test_what_a_long_prompt_begins_with_is_not_worth_the_wait_that_a_whole_one_is() -> None:
+    """A system prompt may have copies; the history of a conversation stays where it is."""
+    engines = fleet(4)
+    strategy, shared = after(80, 1000, engines), list(range(128))
+    strategy.sent(prompt(shared), engines[1])
+    follow_up = prompt([*shared, *range(10**7, 10**7 + 16)])
+    another = prompt([*shared, *range(10**7, 10**7 + 8000)])
+    assert choice_with_queue(strategy, follow_up, engines[1], engines, 4_000)
+    assert not choice_with_queue(strategy, another, engines[1], engines, 4_000)
+
+
+def test_one_long_prompt_is_a_longer_wait_than_many_short_ones_of_as_many_tokens() -> None:
+    engines = fleet(2)
+    wait_for(engines[0], 60_000)
+    wait_for(engines[1], 60_000, prompts=60)
+    assert PrefixAware().choose(prompt(range(100)), engines).engine is engines[1]
+
+
+def test_who_was_given_much_more_than_others_is_left_alone_for_a_while() -> None:
+    """Though its queue is the shorter one: requests that are answered at once fill a cache, too."""
+    engines = fleet(2)
+    strategy = after(20, 1000, engines)
+    wait_for(engines[1], 1000)
+    assert strategy.choose(prompt(range(10**7, 10**7 + 1000)), engines).engine is engines[0]
+    for i in range(20):
+        strategy.sent(prompt(range(10**8 + i * 1000, 10**8 + (i + 1) * 1000)), engines[0])
+    assert strategy.choose(prompt(range(10**7, 10**7 + 1000)), engines).engine is engines[1]
+    wait_for(engines[1], 8000, prompts=8)
+    assert strategy.choose(prompt(range(10**7, 10**7 + 1000)), engines).engine is engines[0]
+
+
+def test_who_was_given_much_more_than_others_loses_what_its_cache_is_worth() -> None:
+    """A prefix that everybody begins with is then computed by another."""
+    engines = fleet(2)
+    strategy, ids = after(20, 100, engines), list(range(640))
+    chosen = []
+    for _ in range(120):
+        choice = strategy.choose(prompt(ids), engines)
+        strategy.sent(prompt(ids), choice.engine)
+        chosen.append(choice.engine)
+    assert chosen[:5] == [chosen[0]] * 5
+    assert 20 <= chosen[60:].count(chosen[0]) <= 40
+    assert strategy.choose(prompt(ids), engines).hit_tokens > 600
+
+
 ENGINES = fleet(4)
+
+
+def all_known(engines: list[Engine]) -> RecentWork:
+    recent = RecentWork(32.0)
+    for engine in engines:
+        recent.excess(engine)
+    return recent
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e15)), min_size=1, max_size=60))
 @example([(0, 1e12)])
 @example([(0, 1e15)] * 60)
+@example([(0, 0.0)])
+@example([(0, 5e-324)])
 def test_recent_work_is_finite_whatever_was_given(given_to: list[tuple[int, float]]) -> None:
-    recent = RecentWork(200_000.0)
+    recent = all_known(ENGINES)
     for which, work in given_to:
         recent.add(ENGINES[which], work)
         excess = [recent.excess(engine) for engine in ENGINES]
-        assert all(map(math.isfinite, excess))
-        assert sum(excess) == pytest.approx(0, abs=1e-3), "beside the mean of all"
+        assert all(map(math.isfinite, [*excess, recent.mean]))
+        assert sum(excess) >= -1e-9, "none is more below the mean than others are above it"
 
 
 def test_after_the_longest_of_prompts_there_are_still_scores() -> None:
@@ -223,14 +312,49 @@ def test_after_the_longest_of_prompts_there_are_still_scores() -> None:
         strategy.sent(Prompt(tokens), choice.engine)
 
 
-@pytest.mark.parametrize("much", [60_000.0, 1e9, 1e15])
-def test_what_came_before_much_more_work_is_forgotten(much: float) -> None:
-    some, most, none = fleet(3)
-    recent = RecentWork(1000.0)
-    for engine in (some, most, none):
-        recent.excess(engine)
-    recent.add(some, 1000.0)
-    assert recent.excess(some) - recent.excess(none) > 0.5
-    recent.add(most, much)
-    assert recent.excess(some) - recent.excess(none) == pytest.approx(0, abs=1e-3)
-    assert recent.excess(most) > 1
+def given(recent: RecentWork, works: list[tuple[Engine, float]]) -> RecentWork:
+    for engine, work in works:
+        recent.add(engine, work)
+    return recent
+
+
+def test_how_long_prompts_are_does_not_matter_to_recent_work() -> None:
+    engines, rng = fleet(3), random.Random(5)
+    works = [(rng.choice(engines), rng.uniform(1, 9)) for _ in range(200)]
+    short, long = given(RecentWork(32.0), works), given(RecentWork(32.0), [(e, 1000 * w) for e, w in works])
+    assert [short.excess(e) for e in engines] == pytest.approx([long.excess(e) for e in engines])
+    assert long.mean == pytest.approx(1000 * short.mean)
+    assert 1 < short.mean < 9
+
+
+def test_either_much_work_or_many_requests_are_an_excess() -> None:
+    engines = one, many, other = fleet(3)
+    recent = given(all_known(engines), [(one, 1000.0), *[(many, 1.0)] * 20, (other, 1.0)])
+    assert recent.excess(one) > 0.1
+    assert recent.excess(many) > 0.1
+    assert recent.excess(other) < 0
+
+
+@pytest.mark.parametrize("much", [1000.0, 1e9, 1e15])
+def test_half_of_what_was_given_is_forgotten_with_each_half_life(much: float) -> None:
+    """Even one enormous prompt does not count for ever."""
+    engines = fleet(4)
+    in_turn = [(engine, 1.0) for engine in engines] * 32
+    recent = given(all_known(engines), in_turn * 12)
+    recent.add(engines[0], much)
+    excess, above = recent.excess(engines[0]), []
+    assert excess > 0.05
+    for _ in range(60):
+        given(recent, in_turn)
+        above.append(recent.mean - 1.0)
+    for before, after_one in pairwise(above[:8]):
+        assert after_one == pytest.approx(before / 2, rel=0.01)
+    assert recent.excess(engines[0]) < excess / 1000
+
+
+def test_who_leaves_takes_its_work_along() -> None:
+    engines = fleet(3)
+    recent = given(all_known(engines), [(engines[0], 1e15), *[(e, 10.0) for e in engines[1:]] * 10])
+    recent.remove(engines[0])
+    assert recent.mean == pytest.approx(10.0)
+    assert [recent.excess(e) for e in engines[1:]] == pytest.approx([0, 0], abs=0.02)

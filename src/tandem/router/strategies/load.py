@@ -4,6 +4,7 @@ length."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from tandem.router.engines import Engine
 
@@ -16,9 +17,10 @@ ATTENTION_TOKENS = 40_000
 for a token, and 4 x layers x width for each token before it: 31,000 for Llama 3.1 8B, 54,000 for 70B."""
 
 
-def queued(engine: Engine) -> int:
-    """What a new request has to wait for."""
-    return engine.pending_tokens + REQUEST_TOKENS * engine.in_flight
+def queued(engine: Engine) -> float:
+    """What a new request has to wait for, in tokens with nothing before them."""
+    attention = engine.pending_squares / (2 * ATTENTION_TOKENS)
+    return engine.pending_tokens + attention + REQUEST_TOKENS * engine.in_flight
 
 
 def computing(tokens: int, cached: int) -> float:
@@ -27,53 +29,68 @@ def computing(tokens: int, cached: int) -> float:
     return computed * (1.0 + (cached + computed / 2) / ATTENTION_TOKENS)
 
 
-_MOST_HALVINGS = 64.0  # at once: after so many nothing is left of what was
+@dataclass(slots=True)
+class _Given:
+    """What an engine was given and is not forgotten, in units that grow, so that nothing needs to be aged."""
+
+    work: float
+    requests: float
 
 
 class RecentWork:
     """How much of the recent work each engine was given, beside the mean of all.
 
     The queue alone does not balance engines that keep up: one that holds a hot prefix would have no queue and
-    get nearly everything. Work is forgotten by work, not by time: half of it for each `half_life` given to an
-    engine on average. So a lull changes nothing, and no clock is needed.
+    get nearly everything. What was given is forgotten with what is given, not with time: half of it for each
+    `half_life` requests to an engine on average. So a lull changes nothing, no clock is needed, and how long
+    prompts are does not matter.
     """
 
     def __init__(self, half_life: float) -> None:
         self._half_life = half_life
-        # Of what an engine was given and is not forgotten, in the long run.
-        self._mean = half_life / math.log(2)
-        self._given: dict[Engine, float] = {}  # in units that grow, so that nothing needs to be aged
+        # What an engine was given and is not forgotten, in the long run.
+        self._lasting = half_life / math.log(2)
+        self._given: dict[Engine, _Given] = {}
+        self._all = _Given(0.0, 0.0)
         self._unit = 1.0
-        self._total = 0.0
+
+    @property
+    def mean(self) -> float:
+        """What a request takes; 0 before the first."""
+        return self._all.work / self._all.requests if self._all.requests else 0.0
 
     def add(self, engine: Engine, work: float) -> None:
-        given = self._given
-        if engine not in given:
-            self._join(engine)
-        self._unit *= 2.0 ** min(_MOST_HALVINGS, work / (self._half_life * len(given)))
-        given[engine] += work * self._unit
-        self._total += work * self._unit
+        """A request that takes so much is given to an engine."""
+        given = self._given.get(engine) or self._join(engine)
+        self._unit *= 2.0 ** (1.0 / (self._half_life * len(self._given)))
+        for each in (given, self._all):
+            each.work += work * self._unit
+            each.requests += self._unit
         if self._unit > 1e30:
-            for each in given:
-                given[each] /= self._unit
-            self._total /= self._unit
+            for each in (*self._given.values(), self._all):
+                each.work /= self._unit
+                each.requests /= self._unit
             self._unit = 1.0
 
     def excess(self, engine: Engine) -> float:
         """How much more than the mean an engine was given (less: negative), as a part of what the mean is in
-        the long run. A new engine begins with the mean."""
-        given = self._given.get(engine)
-        if given is None:
-            given = self._join(engine)
-        return (given - self._total / len(self._given)) / self._unit / self._mean
+        the long run: the larger of two, of work and of requests. A new engine begins with the mean."""
+        given, count, mean = self._given.get(engine) or self._join(engine), len(self._given), self.mean
+        if not mean:
+            return 0.0
+        requests = given.requests - self._all.requests / count
+        work = (given.work - self._all.work / count) / mean
+        return max(requests, work) / self._unit / self._lasting
 
-    def _join(self, engine: Engine) -> float:
+    def _join(self, engine: Engine) -> _Given:
         """With nothing to begin with it would be given everything at first."""
-        mean = self._given[engine] = self._total / len(self._given) if self._given else 0.0
-        self._total += mean
-        return mean
+        count = max(1, len(self._given))
+        given = self._given[engine] = _Given(self._all.work / count, self._all.requests / count)
+        self._all.work += given.work
+        self._all.requests += given.requests
+        return given
 
     def remove(self, engine: Engine) -> None:
-        self._total -= self._given.pop(engine, 0.0)
-        if not self._given:
-            self._total = 0.0
+        if self._given.pop(engine, None) is not None:
+            left = self._given.values()
+            self._all = _Given(sum(g.work for g in left), sum(g.requests for g in left))
