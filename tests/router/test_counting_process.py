@@ -372,6 +372,39 @@ async def test_nothing_is_left_at_the_end(config: RouterConfig) -> None:
     assert gone(pid)
 
 
+@pytest.mark.parametrize("of_another", [False, True])
+async def test_what_is_asked_while_it_ends_starts_nothing(config: RouterConfig, of_another: bool) -> None:
+    never = fake("frame(); sys.stdin.buffer.read()")
+    limits = Limits(patience=30, huge=10)
+    process = CountingProcess(config, command=never, limits=limits)
+    async with process, CountingProcess(config, command=never, limits=limits) as other:
+        other.beyond = process
+        waits = asyncio.create_task(process.count(Api.COMPLETIONS, b"0123456789"))
+        await asyncio.sleep(0)
+        assert process._huge is not None
+        await process._huge.ready()
+        closing = asyncio.create_task(process.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        with pytest.raises(Unavailable, match="has ended"):
+            await (other if of_another else process).count(Api.COMPLETIONS, b"0123456789")
+        await closing
+        assert process._huge is None
+        with pytest.raises(Unavailable, match="has ended"):
+            await waits
+
+
+async def test_where_no_process_can_be_started_engines_count_at_once(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(patience=600)
+    async with CountingProcess(config, command=("/nowhere/python",), limits=limits) as process:
+        for why in ("does not start", "does not stay alive"):
+            with pytest.raises(Unavailable, match=why):
+                await process.count(Api.COMPLETIONS, b"{}")
+    assert "the counting process died (FileNotFoundError)" in caplog.text
+
+
 ROUTER = """
 import asyncio, json, sys
 from tandem.config import RouterConfig

@@ -140,10 +140,10 @@ class CountingProcess:
 
     async def aclose(self) -> None:
         """End the process; nothing of it is left. Prompts that wait get Unavailable."""
+        task, self._task = self._task, None  # from here on nothing is asked, and nothing started
         huge, self._huge = self._huge, None
         if huge is not None:
             await huge.aclose()
-        task, self._task = self._task, None
         if task is not None:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -181,15 +181,19 @@ class CountingProcess:
     async def ask(self, kind: Kind, data: bytes, *, huge: bool = False) -> tuple[Kind, bytes]:
         """The answer to a frame. `huge`: whether it is to wait with those that take long, whatever its size.
         Raises Unavailable."""
-        if self._task is None:
-            raise Unavailable(f"{self._name} has ended")
+        self._check_open()
         if huge or len(data) >= self._limits.huge:
             return await self._for_huge()._answer(kind if kind is not Kind.CHAT else Kind.LONG_CHAT, data)
         return await self._answer(kind, data)
 
+    def _check_open(self) -> None:
+        if self._task is None:
+            raise Unavailable(f"{self._name} has ended")
+
     def _for_huge(self) -> CountingProcess:
         if self.beyond is not None:
             return self.beyond._for_huge()
+        self._check_open()  # the other's may have ended before this one
         if self._huge is None:
             limits = replace(self._limits, waiting=self._limits.huge_waiting)
             self._huge = CountingProcess(
@@ -292,10 +296,10 @@ class CountingProcess:
         if started < self._not_before:
             raise Unavailable(f"{self._name} does not stay alive")
         self._started = started
-        self._child = child = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, limit=_READ
-        )
         try:
+            self._child = child = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, limit=_READ
+            )
             async with asyncio.timeout(self._limits.start):
                 _write(child, Kind.CONFIG, self._config)
                 await _drain(child)
