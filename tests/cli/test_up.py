@@ -72,6 +72,13 @@ def test_a_port_that_is_none_is_refused(tandem_command: Tandem, port: str) -> No
     assert f"'{port}' is not a port (1 to 65535)" in done.err
 
 
+@pytest.mark.parametrize("words", [("up", "--dry-run"), ("demo",), ("sim",)], ids=lambda words: words[0])
+def test_an_empty_host_is_not_everywhere(tandem_command: Tandem, words: tuple[str, ...]) -> None:
+    done = tandem_command(*words, "--host", "")
+    assert done.code == 2
+    assert "argument --host: '' is no name or address of a host" in done.err
+
+
 def test_a_model_that_is_not_there_is_told_with_the_way_out(tandem_command: Tandem, manifest: Path) -> None:
     done = tandem_command("up", "-f", manifest, "--dry-run")
     assert (done.code, done.out) == (2, "")

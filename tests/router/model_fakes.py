@@ -15,7 +15,7 @@ from tandem.config import RouterConfig
 from tandem.http import Request, Responder
 from tandem.prompt import LoadError, PromptCounter, load
 from tandem.router.counting_places import InLoop
-from tandem.router.counting_process import Unusable
+from tandem.router.helper_process import Unusable
 
 from .fakes import FakeEngine
 

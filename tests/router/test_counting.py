@@ -16,10 +16,11 @@ from tandem.prompt import BadPrompt, NotExact, PromptCounter
 from tandem.router.body import Body
 from tandem.router.classify import Api, why_decode_only
 from tandem.router.counting import _SAMPLE, Counter
-from tandem.router.counting_process import CountingProcess, Unavailable
+from tandem.router.counting_process import CountingProcess
 from tandem.router.engines import Engine, EngineRole
 from tandem.router.errors import ApiError
 from tandem.router.fleet import Fleet
+from tandem.router.helper_process import Unavailable
 from tandem.router.legs import Legs
 from tandem.router.strategies import Prompt
 

@@ -24,10 +24,11 @@ from tandem.config import RouterConfig
 from tandem.prompt import BadPrompt, NotExact, TooLong
 from tandem.router.body import Body
 from tandem.router.classify import Api
-from tandem.router.counting_frames import Kind, header
 from tandem.router.counting_places import InLoop
-from tandem.router.counting_process import CountingProcess, Limits, Unavailable, Unusable
+from tandem.router.counting_process import CountingProcess
 from tandem.router.errors import ApiError
+from tandem.router.helper_frames import Kind, header
+from tandem.router.helper_process import Limits, Unavailable, Unusable
 from tandem.router.local_counter import load_counter
 
 from .conftest import Start
@@ -340,7 +341,7 @@ async def test_who_waits_too_long_or_finds_a_full_queue_is_left_to_an_engine(con
     async with CountingProcess(config, command=never, limits=limits) as process:
         waiting = [asyncio.create_task(process.count(Api.COMPLETIONS, b"{}")) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="2 prompts wait"):
+        with pytest.raises(Unavailable, match="2 bodies wait"):
             await process.count(Api.COMPLETIONS, b"{}")
         for task in waiting:
             with pytest.raises(Unavailable, match="no answer of the counting process within"):
@@ -356,7 +357,7 @@ async def test_a_process_that_cannot_load_the_model_leaves_all_to_the_engines(
             await process.count(Api.COMPLETIONS, body(prompt="a"))
         with pytest.raises(Unusable, match="nowhere"):
             await process.ready()
-    assert "the counting process cannot load the tokenizer" in caplog.text
+    assert "the counting process cannot work, so engines count its prompts: " in caplog.text
 
 
 async def test_nothing_is_left_at_the_end(config: RouterConfig) -> None:
@@ -370,6 +371,39 @@ async def test_nothing_is_left_at_the_end(config: RouterConfig) -> None:
     with pytest.raises(Unavailable, match="has ended"):
         await process.count(Api.COMPLETIONS, body(prompt="a"))
     assert gone(pid)
+
+
+@pytest.mark.parametrize("of_another", [False, True])
+async def test_what_is_asked_while_it_ends_starts_nothing(config: RouterConfig, of_another: bool) -> None:
+    never = fake("frame(); sys.stdin.buffer.read()")
+    limits = Limits(patience=30, huge=10)
+    process = CountingProcess(config, command=never, limits=limits)
+    async with process, CountingProcess(config, command=never, limits=limits) as other:
+        other.beyond = process
+        waits = asyncio.create_task(process.count(Api.COMPLETIONS, b"0123456789"))
+        await asyncio.sleep(0)
+        assert process._huge is not None
+        await process._huge.started()
+        closing = asyncio.create_task(process.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        with pytest.raises(Unavailable, match="has ended"):
+            await (other if of_another else process).count(Api.COMPLETIONS, b"0123456789")
+        await closing
+        assert process._huge is None
+        with pytest.raises(Unavailable, match="has ended"):
+            await waits
+
+
+async def test_where_no_process_can_be_started_engines_count_at_once(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(patience=600)
+    async with CountingProcess(config, command=("/nowhere/python",), limits=limits) as process:
+        for why in ("does not start", "does not stay alive"):
+            with pytest.raises(Unavailable, match=why):
+                await process.count(Api.COMPLETIONS, b"{}")
+    assert "the counting process died (FileNotFoundError)" in caplog.text
 
 
 ROUTER = """
@@ -440,7 +474,7 @@ async def test_only_a_few_huge_prompts_wait(config: RouterConfig) -> None:
     async with CountingProcess(config, command=never, limits=limits) as process:
         waiting = [asyncio.create_task(process.count(Api.COMPLETIONS, b"0123456789")) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="2 prompts wait for the counting process of huge bodies"):
+        with pytest.raises(Unavailable, match="2 bodies wait for the counting process of huge bodies"):
             await process.count(Api.COMPLETIONS, b"0123456789")
         await asyncio.gather(*waiting, return_exceptions=True)
 

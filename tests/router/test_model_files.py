@@ -21,9 +21,9 @@ from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting import Counter
 from tandem.router.counting_places import Place
-from tandem.router.counting_process import Unavailable
 from tandem.router.engines import Engine, EngineRole
 from tandem.router.fleet import Fleet
+from tandem.router.helper_process import Unavailable
 from tandem.router.legs import Legs
 from tandem.router.model_fetch import Bounds
 from tandem.router.model_files import ModelFiles, Pauses

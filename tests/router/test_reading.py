@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tandem.router.body import LARGE_VALUE, MOST_FIELDS, Body
-from tandem.router.classify import Api, refuse_internal, why_decode_only
-from tandem.router.counting_frames import Kind, header
-from tandem.router.counting_process import CountingProcess, Limits
+from tandem.router.classify import Api, refuse_internal
 from tandem.router.errors import ApiError
 from tandem.router.facts import decode_only_of
+from tandem.router.helper_frames import Kind, header
+from tandem.router.helper_process import HelperProcess, Limits
 from tandem.router.plausible import is_plausible
 from tandem.router.reading import HELP, LARGE, Reading
 
@@ -32,9 +32,8 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 
 @pytest.fixture
 async def reading() -> AsyncIterator[Reading]:
-    reading = Reading(patience=60)
-    yield reading
-    await reading.aclose()
+    async with Reading(patience=60) as reading:
+        yield reading
 
 
 def said_of(api: Api, body: Body) -> list[Any]:
@@ -160,9 +159,8 @@ async def test_the_loop_stays_free_while_ten_megabytes_are_read(reading: Reading
         await asyncio.sleep(0)
         now = time.thread_time()
         longest, before = max(longest, now - before), now
-        if now - before < 1e-4:
-            await asyncio.sleep(0.001)
-            before = time.thread_time()
+        await asyncio.sleep(0.001)
+        before = time.thread_time()
     if kind == "fields":
         with pytest.raises(ApiError, match="fields"):
             await task
@@ -191,8 +189,10 @@ async def test_without_the_process_large_bodies_are_read_here_and_larger_ones_ca
     else:
         lines = f"import os,sys,time; os.write(1, {header(Kind.READY, b'')!r}); time.sleep(0.2); os._exit(1)"
         command = (sys.executable, "-c", lines)
-    reading = Reading(CountingProcess(b"{}", command=command, limits=Limits(patience=20), waits=True))
-    try:
+    process = HelperProcess(
+        b"{}", command=command, name="it", meanwhile="", limits=Limits(patience=20), waits=True
+    )
+    async with Reading(process) as reading:
         data = json.dumps({"prompt": "x" * LARGE}).encode()
         body = await reading.read(data)
         assert body.facts is None
@@ -200,22 +200,19 @@ async def test_without_the_process_large_bodies_are_read_here_and_larger_ones_ca
         with pytest.raises(ApiError, match="Try again") as error:
             await reading.read(json.dumps({"prompt": "x" * HELP}).encode())
         assert (error.value.status, error.value.retry_after_s) == (503, 1)
-    finally:
-        await reading.aclose()
 
 
 async def test_it_is_replaced_when_it_dies_and_nothing_is_left_at_the_end() -> None:
-    reading = Reading()
-    data = json.dumps({"prompt": "x" * LARGE}).encode()
-    await reading.read(data)
-    pid = reading._process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    while (await reading.read(data)).facts is None:
-        await asyncio.sleep(0.01)
-    other = reading._process.pid
-    assert other not in (None, pid)
-    await reading.aclose()
+    async with Reading() as reading:
+        data = json.dumps({"prompt": "x" * LARGE}).encode()
+        await reading.read(data)
+        pid = reading._process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while (await reading.read(data)).facts is None:
+            await asyncio.sleep(0.01)
+        other = reading._process.pid
+        assert other not in (None, pid)
     assert not Path(f"/proc/{other}").exists()
 
 
@@ -231,7 +228,3 @@ async def test_a_large_request_reaches_the_engines_as_it_was_sent(start: Start, 
     assert (await endpoint.outcomes()) == {("disaggregated", "threshold", "ok"): 1.0}
     named = await endpoint.post(data, "/invocations", x_amzn_sagemaker_adapter_identifier="m")
     assert named.status_code == 200
-
-
-def test_why_decode_only_is_for_bodies_that_were_read_here() -> None:
-    assert why_decode_only(Api.COMPLETIONS, Body.parse(b'{"prompt": "a", "n": 2}')) == "n"

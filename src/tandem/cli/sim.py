@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
+from tandem.cli.up import host
 
 if TYPE_CHECKING:
     from tandem.sim import EngineSpec, VllmArgs
@@ -45,7 +46,9 @@ _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--host", help="address to listen on (default: vLLM's --host, else 127.0.0.1)")
+    parser.add_argument(
+        "--host", type=host, help="address to listen on (default: vLLM's --host, else 127.0.0.1)"
+    )
     parser.add_argument("--port", type=int, help="of the first engine (default: vLLM's --port, else 8000)")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="how many, alike (default: 1)")
     parser.add_argument(

@@ -37,13 +37,24 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, help="folder of the model, instead of the one the manifest names"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address of the router (default 127.0.0.1)")
+    parser.add_argument(
+        "--host", type=host, default="127.0.0.1", help="address of the router (default 127.0.0.1)"
+    )
     parser.add_argument(
         "--vllm-python",
         default=_vllm_python(),
         metavar="PYTHON",
         help="interpreter that has vLLM, when it is not this one: a GPU build, say (default: %(default)s)",
     )
+
+
+def host(text: str) -> str:
+    from tandem.config.engines import listening_host
+
+    try:
+        return listening_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def port(text: str) -> int:

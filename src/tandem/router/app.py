@@ -213,7 +213,7 @@ async def running(
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
-        stack.push_async_callback(reading.aclose)
+        await stack.enter_async_context(reading)
         if knowledge is not None:
             stack.callback(knowledge.close)
         if process is not None:

@@ -12,10 +12,11 @@ from tandem.prompt import BadPrompt, NotExact, PromptCounter
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting_places import InLoop, Place
-from tandem.router.counting_process import CountingProcess, Unavailable
+from tandem.router.counting_process import CountingProcess
 from tandem.router.engines import Engine, State
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.fleet import Fleet
+from tandem.router.helper_process import Unavailable
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.strategies import Prompt
 

@@ -13,7 +13,8 @@ from tandem.config import RouterConfig
 from tandem.prompt import MOST_TEXT, NotExact, PromptCounter, TooLong
 from tandem.router.body import Body
 from tandem.router.classify import Api
-from tandem.router.counting_process import COMMAND, CountingProcess, Unusable
+from tandem.router.counting_process import COMMAND, CountingProcess
+from tandem.router.helper_process import Unusable
 
 logger = logging.getLogger("tandem.router")
 

@@ -17,8 +17,8 @@ import msgspec
 from tandem.config import RouterConfig
 from tandem.prompt import MOST_TEXT, BadPrompt, LoadError, NotExact, PromptCounter, TooLong
 from tandem.router.body import Body
-from tandem.router.counting_frames import Kind, receive, send, work
 from tandem.router.errors import ApiError
+from tandem.router.helper_frames import Kind, receive, send, work
 from tandem.router.local_counter import load_counter
 
 LONG = 2 * 2**20
@@ -66,7 +66,9 @@ def serve(requests: IO[bytes], answers: IO[bytes], long: int = LONG) -> None:
 
 
 def main() -> None:
-    nice, long, *_ = [*map(int, sys.argv[1:]), *(_NICE, LONG)[len(sys.argv) - 1 :]]
+    given = [int(word) for word in sys.argv[1:]]  # as many of the two as are not to be the usual ones
+    nice = given[0] if given else _NICE
+    long = given[1] if len(given) > 1 else LONG
     work(partial(serve, long=long), "counting process", nice)
 
 

@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 from tandem.config import RouterConfig
 from tandem.router.counting import Counter
 from tandem.router.counting_places import InProcesses, Place
-from tandem.router.counting_process import Unavailable, Unusable
 from tandem.router.engines import Engine, State
 from tandem.router.fleet import Fleet
+from tandem.router.helper_process import Unavailable, Unusable
 from tandem.router.legs import Legs
 from tandem.router.model_cache import Manifest, ModelCache
 from tandem.router.model_fetch import Bounds, Fetched, Fetcher, NotFetched

@@ -1,21 +1,22 @@
-"""Request bodies are read: small ones here, large ones in a process of their own, for which no stream waits.
+"""Request bodies are read: small ones here, large ones in a process of their own, for which no stream waits,
+and huge ones in another (see `helper_process`).
 
 To split and look through 64 KiB takes 6 ms at most (of nothing but brackets; of text it takes 0.1); 10 MB of
-the same take a second. The process starts with the first large body.
+the same take a second. Each process starts with its first body.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
+from types import TracebackType
 
 import msgspec
 
 from tandem.router.body import Body
-from tandem.router.counting_frames import Kind
-from tandem.router.counting_process import CountingProcess, Limits, Unavailable
 from tandem.router.errors import ApiError, unavailable
 from tandem.router.facts import Facts
+from tandem.router.helper_frames import Kind
+from tandem.router.helper_process import HelperProcess, Limits, Unavailable, command
 
 logger = logging.getLogger("tandem.router")
 
@@ -24,14 +25,17 @@ LARGE = 64 * 1024
 HELP = 2**20
 """Bytes of a body that is read here all the same while there is no process."""
 
-_COMMAND = (sys.executable, "-P", "-m", "tandem.router.reading_worker", "0")
+# As urgent as the router itself: every large request waits for it.
+_COMMAND = command("tandem.router.reading_worker", "0")
 _FACTS = msgspec.json.Decoder(Facts)
 
 
 class Reading:
-    def __init__(self, process: CountingProcess | None = None, *, patience: float = 10.0) -> None:
+    """A context manager: large bodies are read as long as the block."""
+
+    def __init__(self, process: HelperProcess | None = None, *, patience: float = 10.0) -> None:
         """`patience`: seconds that a request waits for its body to be read."""
-        self._process = process or CountingProcess(
+        self._process = process or HelperProcess(
             b"{}",
             command=_COMMAND,
             limits=Limits(patience=patience, waiting=64),
@@ -39,16 +43,21 @@ class Reading:
             meanwhile="bodies of more than 1 MiB get a 503",
             waits=True,
         )
-        self._begun = False
+
+    async def __aenter__(self) -> Reading:
+        self._process.begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._process.aclose()
 
     async def read(self, data: bytes) -> Body:
         """A request's body. Raises ApiError 400 for one that may not be served, 503 where it cannot be read
         now."""
         if len(data) < LARGE:
             return Body.parse(data)
-        if not self._begun:
-            self._begun = True
-            self._process.begin()
         try:
             kind, rest = await self._process.ask(Kind.READ, data)
         except Unavailable as reason:
@@ -60,6 +69,3 @@ class Reading:
             message, param = msgspec.json.decode(rest)
             raise ApiError(400, message, param=param, quotes=True)
         return Body.known(data, _FACTS.decode(rest))
-
-    async def aclose(self) -> None:
-        await self._process.aclose()

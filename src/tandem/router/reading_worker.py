@@ -8,9 +8,9 @@ from typing import IO
 
 import msgspec
 
-from tandem.router.counting_frames import Kind, receive, send, work
 from tandem.router.errors import ApiError
 from tandem.router.facts import facts
+from tandem.router.helper_frames import Kind, receive, send, work
 
 _MEMORY = 4 * 2**30
 """Bytes of address space: a body of nothing but brackets is decoded to thirty times its size."""

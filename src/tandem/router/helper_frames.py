@@ -1,10 +1,10 @@
-"""What a router and its counting process say to each other over a pipe.
+"""What a router and its helper processes (see `helper_process`) say to each other over a pipe.
 
 A frame is one byte that says what it is, the length of the rest (4 bytes, little-endian), and the rest:
 
 | to the process | rest |
 |---|---|
-| CONFIG | RouterConfig as JSON; the first frame |
+| CONFIG | what the process is to know, for counting RouterConfig as JSON; the first frame |
 | CHAT, COMPLETION | a request body as it came |
 | LONG_CHAT | the same, where much text may be made of it |
 | READ | the same, to be read only (see `reading`) |
@@ -12,7 +12,7 @@ A frame is one byte that says what it is, the length of the rest (4 bytes, littl
 | from the process | rest |
 |---|---|
 | READY | JSON [why no text, why no chat can be counted, each empty where it can], or nothing |
-| UNUSABLE | JSON message: the tokenizer cannot be loaded; the last frame |
+| UNUSABLE | JSON message: it cannot work, as without a tokenizer; the last frame |
 | IDS | token ids, 4 bytes each in the machine's order |
 | NOT_EXACT | JSON [reason, detail] |
 | BAD_PROMPT, BAD_BODY | JSON [message, param or null] |
