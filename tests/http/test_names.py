@@ -157,7 +157,7 @@ async def test_look_ups_are_bounded_and_names_that_were_found_go_first(resolver:
     fresh = [asyncio.create_task(names.addresses(f"new{i}")) for i in range(20)]
     await until(lambda: resolver.asked.total() == before + 6)
     assert await names.addresses("good") == ["10.0.0.7"]
-    assert resolver.asked.total() == before + 7, "half of them for names not found, a quarter for known ones"
+    assert resolver.asked.total() == before + 7, "half of them for names not found, a quarter for new ones"
     resolver.released.set()
     await asyncio.gather(*asking, *fresh, return_exceptions=True)
     assert resolver.asked.total() == before + 41, "all get their turn"

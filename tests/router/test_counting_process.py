@@ -24,7 +24,7 @@ from tandem.config import RouterConfig
 from tandem.prompt import BadPrompt, NotExact, TooLong
 from tandem.router.body import Body
 from tandem.router.classify import Api
-from tandem.router.counting_places import InLoop
+from tandem.router.counting_places import InLoop, InProcesses
 from tandem.router.counting_process import CountingProcess
 from tandem.router.errors import ApiError
 from tandem.router.helper_frames import Kind, header
@@ -513,6 +513,25 @@ async def test_what_a_template_makes_much_of_is_counted_elsewhere_and_alike(inde
             asked = [after - b for after, b in zip(counted_by(process), before, strict=True)]
             assert asked == [int(there > 0), int(there > 1)]
             assert list(ids) == local.chat(json.loads(sent)).ids
+
+
+@pytest.mark.parametrize(("option", "elsewhere"), [(0, False), (400_000, False), (150_000, True)])
+async def test_with_fetched_files_a_text_is_as_long_as_the_option_says(
+    indenting: RouterConfig, option: int, elsewhere: bool
+) -> None:
+    """A body that counts as small waits with the huge ones only for what a template makes of it."""
+    config = dataclasses.replace(indenting, count_in_process_bytes=option, model_path=None)
+    assert indenting.model_path is not None
+    place = await InProcesses.start(config, Path(indenting.model_path))
+    try:
+        sent = body(messages=[{"role": "user", "content": text(20_000)}], **nested(30, 3000))
+        assert 100_000 < len(sent) < 150_000
+        assert len(await place.count(Api.CHAT, Body.parse(sent))) > 20_000
+        assert place.small.answers == 1
+        assert place.small._huge is None
+        assert (place.large is not None and place.large._huge is not None) == elsewhere
+    finally:
+        await place.aclose()
 
 
 def counted_by(process: CountingProcess) -> tuple[int, int]:

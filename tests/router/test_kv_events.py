@@ -447,6 +447,30 @@ async def test_what_is_heard_at_one_endpoint_is_taken_for_one_engines(
     knowledge.close()
 
 
+async def test_engines_at_one_endpoint_that_leave_together_are_looked_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, index = Fleet(), KvIndex()
+    knowledge = Knowledge(fleet, index, KvAware(KvPrefixes(index)))
+    many = [engine_at(f"http://e{i}:1", subscription(tmp_path)) for i in range(100)]
+    fleet.update(add=many)
+    tried: list[Engine] = []
+    add = knowledge.subscriber.add
+
+    def noted(engine: Engine, subscription: Subscription) -> None:
+        tried.append(engine)
+        add(engine, subscription)
+
+    monkeypatch.setattr(knowledge.subscriber, "add", noted)
+    fleet.update(remove=many[:90])
+    assert tried == many[90:]
+    fleet.update(remove=many[95:])
+    assert tried == many[90:], "none of them had the endpoint"
+    fleet.update(remove=many[90:91])
+    assert tried[10:] == many[91:95]
+    knowledge.close()
+
+
 @pytest.mark.parametrize(
     "other",
     [

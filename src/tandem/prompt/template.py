@@ -29,23 +29,15 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Room:
-    """How many characters a rendering may still make: of text, and of JSON, which a template may make and not
-    print."""
+    """How many characters a rendering may still make of JSON, which a template may make and not print."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._printed = self._encoded = 0
-
-    def print(self, characters: int) -> None:
-        self._printed += characters
-        self._check(self._printed)
+        self._encoded = 0
 
     def encode(self, characters: int) -> None:
         self._encoded += characters
-        self._check(self._encoded)
-
-    def _check(self, characters: int) -> None:
-        if characters > self.most:
+        if self._encoded > self.most:
             raise TooLong(self.most)
 
 
@@ -93,10 +85,10 @@ class ChatTemplate:
         before = _room.set(_Room(most))
         try:
             if not continued:
-                return self._render(messages, values)
+                return self._render(messages, values, most)
             if values.get("add_generation_prompt"):
                 raise ValueError("continue_final_message and add_generation_prompt exclude each other.")
-            return self._render_open_ended(messages, values)
+            return self._render_open_ended(messages, values, most)
         except TooLong:
             raise
         except Exception as e:
@@ -105,22 +97,23 @@ class ChatTemplate:
         finally:
             _room.reset(before)
 
-    def _render(self, messages: list[Message], values: Mapping[str, object]) -> str:
-        room = _room.get()
-        assert room is not None
+    def _render(self, messages: list[Message], values: Mapping[str, object], most: int) -> str:
         pieces = []
+        room = most
         for piece in self._template.generate(messages=messages, **values):
-            room.print(len(piece))
+            room -= len(piece)
+            if room < 0:
+                raise TooLong(most)
             pieces.append(piece)
         return "".join(pieces)
 
-    def _render_open_ended(self, messages: list[Message], values: Mapping[str, object]) -> str:
+    def _render_open_ended(self, messages: list[Message], values: Mapping[str, object], most: int) -> str:
         """Renders with a tag at the end of the last message, then cuts there."""
         if "content" not in self.source:
             raise ValueError("continue_final_message is set, but the chat template does not use content.")
         messages = [*messages[:-1], copy.deepcopy(messages[-1])]
         final = _append_tag(messages[-1])
-        rendered = self._render(messages, values)
+        rendered = self._render(messages, values, most)
         tag = _CONTINUE_TAG.strip()
         if final.strip() not in rendered or tag not in rendered:
             raise ValueError(

@@ -188,9 +188,8 @@ class Choosing:
         job.prefill_choice = None
         if take:
             self._log_choices(job)
-            if job.reason not in (Reason.DOUBTFUL, Reason.OVER_CONTEXT) and not self._over_context(
-                job
-            ):  # which are not computed
+            refused = job.reason in (Reason.DOUBTFUL, Reason.OVER_CONTEXT) or self._over_context(job)
+            if not refused:  # else nothing is computed
                 chooser.sent(job.prompt, made.engine)
         return made.engine
 

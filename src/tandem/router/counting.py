@@ -159,7 +159,7 @@ class Counter:
 
     async def check(self, decoder: Engine, model: str) -> None:
         """Compare local counting with an engine's own, once it is up; where they differ, engines count for
-        its models from then on."""
+        its models as long as it is there. Where no model is left for here, it is left for good."""
         compared: Place | None = None
         while self._here is not None and self._here is not compared:  # another may have come meanwhile
             compared = self._here

@@ -21,11 +21,8 @@ logger = logging.getLogger("tandem.router")
 # What a byte of a list of token ids costs, in bytes of text.
 _IDS_COST = 8
 
-# Characters of a chat's text for each byte of the largest body that is counted in the loop.
+# Characters of a chat's text for each byte of the largest body that counts as small.
 _TEXT = 2
-
-# The counting process of ordinary prompts is as urgent as the router itself; what is long is for another.
-_URGENT = (*COMMAND, "0", str(_TEXT * 65_536))
 
 
 class Place(Protocol):
@@ -107,7 +104,9 @@ class InProcesses:
         )
         large_from = config.count_in_process_bytes
         async with AsyncExitStack() as stack:
-            small = await stack.enter_async_context(CountingProcess(config, command=_URGENT))
+            # As urgent as the router itself; a text that is longer than a small body's is for another.
+            command = (*COMMAND, "0", *([str(_TEXT * large_from)] if large_from else []))
+            small = await stack.enter_async_context(CountingProcess(config, command=command))
             loaded = await small.ready()
             if loaded.inexact_text:
                 raise Unusable(loaded.inexact_text)

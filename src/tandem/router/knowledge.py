@@ -32,7 +32,9 @@ class Knowledge(Collector):
         self._said = False
         self._left_out: dict[Engine, Subscription] = {}
         """Engines whose endpoint is another's."""
+        self._freed = False  # whether one of those endpoints may be free now
         fleet.on_member(self._member)
+        fleet.on_change(self._follow_left_out)
 
     def restarted(self, engine: Engine) -> None:
         self.subscriber.restarted(engine)
@@ -43,9 +45,8 @@ class Knowledge(Collector):
     def _member(self, engine: Engine, here: bool) -> None:
         if not here:
             self.subscriber.remove(engine)
-            self._left_out.pop(engine, None)
-            for other, subscription in list(self._left_out.items()):  # perhaps it was this one's endpoint
-                self._follow(other, subscription)
+            if self._left_out.pop(engine, None) is None:
+                self._freed = True
         elif engine.kv_events is not None:
             self._follow(engine, engine.kv_events)
         elif not self._said:
@@ -54,6 +55,13 @@ class Knowledge(Collector):
                 "kvaware goes by what was sent to engines without --kv-events, %s first; this is logged once",
                 engine.url,
             )
+
+    def _follow_left_out(self) -> None:
+        """Once for all that left together: a thousand may."""
+        if self._freed:
+            self._freed = False
+            for engine, subscription in list(self._left_out.items()):
+                self._follow(engine, subscription)
 
     def _follow(self, engine: Engine, subscription: Subscription) -> None:
         try:

@@ -7,7 +7,13 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.strategies.chain import Space, chain, extend, root, usable
+from tandem.router.strategies.chain import Space, extend, root, usable
+
+
+def chain(ids: list[int], block_size: int, space: Space) -> list[int]:
+    """The hashes of all full blocks of a prompt."""
+    return extend(root(space, block_size), ids, block_size)
+
 
 IDS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -10,7 +10,7 @@ equal with a probability of 2 in a million.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 MASK = (1 << 60) - 1
@@ -36,11 +36,6 @@ def extend(parent: int, ids: Iterable[int], block_size: int) -> list[int]:
     # zip over one iterator yields the blocks as tuples, without slices.
     at = parent
     return [at := hash((at, block)) & MASK for block in zip(*[iter(ids)] * block_size, strict=False)]
-
-
-def chain(ids: Sequence[int], block_size: int, space: Space) -> list[int]:
-    """The hashes of all full blocks of a prompt."""
-    return extend(root(space, block_size), ids, block_size)
 
 
 def usable(tokens: int, block_size: int) -> int:
