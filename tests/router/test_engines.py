@@ -181,7 +181,7 @@ def test_what_is_not_proved_yet_is_listed(box: Box) -> None:
 
 def test_without_prefillers_a_decoder_is_enough() -> None:
     fleet = Fleet()
-    assert fleet.missing == "no decode engine is ready: none is configured"
+    assert fleet.missing == "no decode engine is ready: none is known"
     decoder = engine("d", DECODE)
     fleet.add(decoder)
     fleet.prove(decoder, [])

@@ -381,7 +381,7 @@ class Fleet:
         whys = [f"{e.url}: {e.why or self._why_unpaired(e)}" for e in engines[:_SHOWN]]
         if len(engines) > _SHOWN:
             whys.append(f"and {len(engines) - _SHOWN:,} more")
-        return "; ".join(whys) or "none is configured"
+        return "; ".join(whys) or "none is known"
 
     def _why_unpaired(self, prefiller: Engine) -> str:
         decoders = self.ready(EngineRole.DECODE)[:_SHOWN]
