@@ -590,17 +590,6 @@ def test_a_flag_without_effect_is_told_by_its_name(flags: str, beside: str, make
     assert [t for t in counts if flag in t.partition(":")[0]] == []
 
 
-@pytest.mark.parametrize(
-    "more", ["--kv-events tcp://*:5557", "--engine http://e:1,kv-events=tcp://*:1", "--discover-file x"]
-)
-def test_kvaware_without_events_is_told(more: str) -> None:
-    kvaware = [*PAIR.split(), "--routing-strategy", "kvaware"]
-    assert without_effect(read(kvaware)) == [
-        "--routing-strategy: no effect without --kv-events: prompts go by what was sent, as with prefixaware"
-    ]
-    assert without_effect(read([*kvaware, *more.split()])) == []
-
-
 @pytest.mark.parametrize("name", ["kv-event", "kv_events", "kv-replays", "kv-rank"])
 def test_a_misspelt_place_of_events_is_no_label(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} would be a label; did you mean kv-"):

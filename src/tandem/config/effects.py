@@ -19,7 +19,8 @@ def without_effect(config: RouterConfig) -> list[str]:
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != defaults[name]]
         if given:
             told.append(f"{', '.join(given)}: no effect {needed}")
-    if config.routing_strategy != "kvaware" and _own_events(config):
+    specs = [spec for role in ("prefill", "decode", "engine") for spec in config.specs(role)]
+    if config.routing_strategy != "kvaware" and any(spec.kv_events for spec in specs):
         told.append("kv-events of single engines: no effect without --routing-strategy kvaware")
     return told
 
@@ -52,8 +53,6 @@ def _rules(config: RouterConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if strategy != "kvaware":
         names = ("kv_events", "kv_replay", "kv_ranks", "kv_index_blocks")
         yield names, "without --routing-strategy kvaware"
-    elif config.kv_events is None and not config.discover_file and not _own_events(config):
-        yield ("routing_strategy",), "without --kv-events: prompts go by what was sent, as with prefixaware"
     if strategy in ("session", "roundrobin") and not config.uncached_threshold:
         yield ("kv_block_size",), f"with --routing-strategy {strategy}, which does not go by caches"
     if not (config.model_path or config.tokenizer or config.model_files_path):
@@ -88,12 +87,6 @@ def _rules(config: RouterConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             "reservation_queue",
         )
         yield names, "without --connector lmcache"
-
-
-def _own_events(config: RouterConfig) -> bool:
-    """Whether an engine is given with a place of its own for its KV events."""
-    specs = (spec for role in ("prefill", "decode", "engine") for spec in config.specs(role))
-    return any(spec.kv_events for spec in specs)
 
 
 def _may_prefill(config: RouterConfig) -> bool:
