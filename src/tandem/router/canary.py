@@ -212,11 +212,9 @@ class Prober:
 
     def _lose(self, engine: Engine, why: str) -> None:
         why = why.removeprefix(f"{engine.url}: ")
-        if engine.state is State.READY:
-            logger.warning("%s %s is lost: %s", engine.role.value, engine.url, why)
-        elif engine.why != why:
-            logger.info("%s %s is not ready: %s", engine.role.value, engine.url, why)
         if engine.state is State.WAITING:
+            if engine.why != why:
+                logger.info("%s %s is not ready: %s", engine.role.value, engine.url, why)
             engine.why = why  # nothing else has changed
         else:
             self._fleet.lost(engine, why)
