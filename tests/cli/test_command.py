@@ -42,6 +42,7 @@ def test_its_version_is_the_distributions(tandem_command: Tandem) -> None:
         ([], "run an endpoint on this machine"),
         (["downn"], "invalid choice: 'downn'"),
         (["up", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["router", "--engin", "http://e:1"], "unrecognized arguments: --engin http://e:1"),
         (["router", "--decode", "http://d"], "argument --decode: 'http://d' needs a host and a port"),
     ],
 )

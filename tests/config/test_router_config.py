@@ -18,7 +18,7 @@ from tandem.config import (
     router_config,
     without_effect,
 )
-from tandem.config.engines import engine_url
+from tandem.config.engines import engine_spec, engine_url
 from tandem.config.values import ReceiverPorts, kubernetes_source, receiver_ports
 
 URLS = st.builds("http://10.0.0.{}:{}".format, st.integers(0, 255), st.integers(1, 65535))
@@ -159,6 +159,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         return RouterConfig(**fields)
     except ValueError as error:
         assume("would both be followed" not in str(error))  # engines of one host, or with one endpoint
+        assume("--port and --admin-port: both" not in str(error))
         raise
 
 
@@ -328,6 +329,11 @@ def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
             "--connector lmcache: needs --lmcache-receivers, which is not given",
         ),
         ("--decode http://a:1 --prefill http://a:1", "http://a:1 is in both"),
+        ("--decode http://a:1 --port 9 --admin-port 9", "--port and --admin-port: both are 9; give"),
+        (
+            "--decode http://a:1 --host 0.0.0.0 --port 9 --admin-host 10.0.0.1 --admin-port 9",
+            "--port and --admin-port: both are 9; give",
+        ),
         ("--decode http://a:1 http://a:1/", "--decode: http://a:1 is given twice"),
         ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: http://p:1 is given twice"),
         ("--decode http://a:1 --connector lmcache", "--connector lmcache: needs --lmcache-buffer-chunks"),
@@ -582,6 +588,17 @@ def test_a_flag_without_effect_is_told_by_its_name(flags: str, beside: str, make
         more = more[:-2]
     counts = without_effect(read([*beside.split(), *flags.split(), *more]))
     assert [t for t in counts if flag in t.partition(":")[0]] == []
+
+
+@pytest.mark.parametrize("name", ["kv-event", "kv_events", "kv-replays", "kv-rank"])
+def test_a_misspelt_place_of_events_is_no_label(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} would be a label; did you mean kv-"):
+        engine_spec(f"http://a:1,{name}=tcp://*:5557")
+
+
+def test_the_ports_may_be_alike_on_two_addresses_or_where_both_are_taken_as_they_come() -> None:
+    read([*PAIR.split(), "--host", "10.0.0.1", "--port", "9", "--admin-port", "9"])
+    read([*PAIR.split(), "--port", "0", "--admin-port", "0"])
 
 
 def test_flags_that_lack_the_same_are_told_together() -> None:

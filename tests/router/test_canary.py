@@ -189,6 +189,17 @@ async def test_engines_are_used_once_a_canary_has_gone_through_each_path(probe: 
         assert len([s for s in decoder.seen if reads_kv(s)]) == 2
 
 
+async def test_the_log_names_engines_that_leave(probe: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    probed = Probed(prefill=1, decode=2)
+    await probe(probed)
+    await until(lambda: len(probed.pairs()) == 2)
+    probed.announce(without=probed.decode[1])
+    await until(lambda: len(probed.fleet.engines) == 2)
+    told = [r.getMessage() for r in caplog.records if "left" in r.getMessage()]
+    assert told == [f"engines left, and get no new requests: decode {probed.decode[1].url}"]
+
+
 async def test_canaries_are_marked_short_and_never_the_same(probe: Any) -> None:
     probed = Probed(prefill=2, decode=2)
     await probe(probed)

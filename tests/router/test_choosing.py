@@ -184,3 +184,4 @@ async def test_kv_blocks_of_another_size_than_was_said_are_told_once(
     for line in lines:
         wrong = fakes[sizes.index(32)]
         assert f"{wrong.url} has KV blocks of 32 tokens, and --kv-block-size is 16" in line
+        assert "Give --kv-block-size 32" in line

@@ -116,6 +116,15 @@ async def test_a_prompt_that_no_engine_would_take_is_refused_here(box: Box) -> N
     assert (error.value.status, error.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize("more", ["", ', "messages": "hi"', ', "messages": null', ', "messages": {}'])
+async def test_a_chat_without_messages_is_told_of_messages_and_not_of_a_prompt(box: Box, more: str) -> None:
+    counter = await box.checked(None)
+    with pytest.raises(ApiError, match=r"^messages must be a list\.$") as error:
+        await counter.count(Api.CHAT, Body.parse(f'{{"model": "m"{more}}}'.encode()))
+    assert (error.value.status, error.value.param) == (400, "messages")
+    assert box.fake.tokenized == []
+
+
 async def test_token_ids_are_counted_without_asking_an_engine_which_would_refuse_them(box: Box) -> None:
     counter = await box.checked(None)
     body = {"model": "m", "prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 3}

@@ -181,7 +181,7 @@ def test_what_is_not_proved_yet_is_listed(box: Box) -> None:
 
 def test_without_prefillers_a_decoder_is_enough() -> None:
     fleet = Fleet()
-    assert fleet.missing == "no decode engine is ready: none is configured"
+    assert fleet.missing == "no decode engine is ready: none is known"
     decoder = engine("d", DECODE)
     fleet.add(decoder)
     fleet.prove(decoder, [])
@@ -220,6 +220,15 @@ def test_tokens_are_pending_until_they_are_computed_or_the_block_ends(box: Box) 
     with pytest.raises(KeyError), box.p0.busy(7):
         raise KeyError
     assert (box.p0.pending_tokens, box.p0.pending_squares) == (0, 0)
+
+
+def test_an_engine_in_use_that_is_lost_is_told_once_whoever_finds_out(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    box.decoders_ready(box.d0, box.d1)
+    for _ in range(3):  # all requests that it had
+        box.fleet.lost(box.d0, f"cannot be reached: {box.d0.url}: connection refused")
+    assert [r.getMessage() for r in caplog.records] == [f"decode {box.d0.url} is lost: connection refused"]
 
 
 def test_after_five_failures_in_a_row_an_engine_is_used_only_where_no_other_is_left(box: Box) -> None:

@@ -203,11 +203,43 @@ async def test_labels_that_do_not_matter_part_nobody(start: Start) -> None:
     assert [len([s for s in d.requests if s.kv]) for d in endpoint.decode] == [1, 1]
 
 
-async def test_a_prefiller_with_no_decoder_to_go_with_says_so(start: Start) -> None:
+@pytest.mark.parametrize("names", [{}, {"served_model_name": ("a", "x")}, {"served_model_name": ("x", "y")}])
+async def test_an_engine_that_serves_no_allowed_name_is_told(
+    start: Start, caplog: pytest.LogCaptureFixture, names: dict[str, Any]
+) -> None:
+    endpoint = await start(prefill=0, serves={"d0": ["a", "b"]}, **names)
+    told = [r.getMessage() for r in caplog.records if "--served-model-name" in r.getMessage()]
+    wrong = names.get("served_model_name") == ("x", "y")
+    url = endpoint.decode[0].url
+    line = (
+        f"{url} serves a, b, and --served-model-name allows x, y only: it gets no request that it can answer"
+    )
+    assert told == ([line] if wrong else [])
+
+
+async def test_the_log_names_the_reason_where_nobody_could_hand_over(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    endpoint = await start(prefill=0, decode=0, roleless=1)
+    assert (await endpoint.post(LONG)).status_code == 200
+    told = [r.getMessage() for r in caplog.records if "Conditional routing" in r.getMessage()]
+    assert told == [
+        "Conditional routing: estimated_tokens=not counted, reason=no_prefillers_configured, "
+        "disaggregate=False"
+    ]
+
+
+async def test_a_prefiller_with_no_decoder_to_go_with_says_so(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     endpoint = await start(prefill=2, decode=1, serves={"p0": ["a"], "p1": ["b"], "d0": ["a"]})
     lonely = endpoint.of(endpoint.prefill[1])
     await endpoint.look_at(endpoint.prefill[1], lambda engine: "agrees" in engine.why)
     assert lonely.why == "answers, and no decode engine in use agrees with it in labels and models"
+    told = [r.getMessage() for r in caplog.records if "no decode engine in use" in r.getMessage()]
+    assert told == [f"prefill {lonely.url} is not ready: {lonely.why}"]
     assert endpoint.prefill[1].seen == []
     assert (await endpoint.client.get("/ready")).status_code == 200, "the other pair serves"
 

@@ -51,7 +51,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = next((w for w in words if not w.startswith("-")), None)
     for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+        # An abbreviation in a manifest would become ambiguous, or another flag, with a later version.
+        command = commands.add_parser(
+            name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
+        )
         if name == named:
             module = importlib.import_module(f"tandem.cli.{name}")
             module.add_arguments(command)

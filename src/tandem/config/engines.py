@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_.])?")
+_EVENTS = ("kv-events", "kv-replay", "kv-ranks")  # what may stand among labels and is none
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?")
 
 
@@ -118,6 +120,8 @@ def engine_spec(text: str) -> EngineSpec:
         name, equals, value = part.partition("=")
         if not equals or name in given:
             raise ValueError(f"{text!r}: after the URL come NAME=VALUE, each name once; not {part!r}")
+        if name not in _EVENTS and (near := difflib.get_close_matches(name[:100], _EVENTS, 1, 0.8)):
+            raise ValueError(f"{text!r}: {name} would be a label; did you mean {near[0]}?")
         given[name] = value
     events, replay = given.pop("kv-events", None), given.pop("kv-replay", None)
     ranks = given.pop("kv-ranks", "1")

@@ -42,6 +42,11 @@ def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
+def _overlap(host: str, other: str) -> bool:
+    """Whether one address may be the other, or all of them."""
+    return host == other or not {host, other}.isdisjoint({"0.0.0.0", "::"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """What one router process is started with. Times are seconds, sizes are bytes."""
@@ -185,7 +190,10 @@ class RouterConfig:
 
     # Counting prompts
     model_path: str | None = _option(
-        "folder of the model: its tokenizer and chat template", checked(some_text), None
+        "folder of the model: its tokenizer and chat template. Without it, --tokenizer or "
+        "--model-files-path, engines count",
+        checked(some_text),
+        None,
     )
     tokenizer: str | None = _option(
         "folder of the tokenizer, when it is not the model's", checked(some_text), None
@@ -350,6 +358,8 @@ class RouterConfig:
                 "role (--engine), or a source of engines (--discover-file, --discover-dns, "
                 "--discover-kubernetes)"
             )
+        if self.port and self.port == self.admin_port and _overlap(self.host, self.admin_host):
+            raise ValueError(f"--port and --admin-port: both are {self.port}; give the admin port another")
         seen: dict[str, str] = {}
         for name in ("prefill", "decode", "engine"):
             for spec in self.specs(name):

@@ -210,6 +210,7 @@ async def running(
         waiting_interval=waiting_interval,
         on_restart=knowledge.restarted if knowledge is not None else lambda engine: None,
         block_size=config.kv_block_size if made.prefixes is not None else None,
+        served=config.served_model_name,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)

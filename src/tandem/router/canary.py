@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import count
 from math import inf
@@ -53,6 +53,9 @@ _MANY = 2000
 # Seconds that an engine may take to say how it is: one in use may be deep in work.
 _HEALTH_TIMEOUT, _WAITING_HEALTH_TIMEOUT = 10.0, 5.0
 
+# Names in one line of the log.
+_SHOWN = 8
+
 # Causes of failed legs that may be nothing but work.
 _SILENCE = ("head_timeout", "idle_timeout")
 
@@ -86,12 +89,14 @@ class Prober:
         canary_timeout: float = 60.0,
         on_restart: Callable[[Engine], None] = lambda engine: None,
         block_size: int | None = None,
+        served: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = lambda: random.uniform(0.8, 1.2),
     ) -> None:
         """`waiting_interval`, `ready_interval`: seconds between two visits to an engine that starts, and to
-        one in use; `jitter`: what they are multiplied by."""
+        one in use; `jitter`: what they are multiplied by. `served`: the names that requests may use; none:
+        all."""
         self._discovery = discovery
         self._fleet = fleet
         self._legs = legs
@@ -103,6 +108,7 @@ class Prober:
         self._canary_timeout = canary_timeout
         self._on_restart = on_restart
         self._block_size = block_size
+        self._served = frozenset(served)
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter
@@ -145,6 +151,9 @@ class Prober:
             )
             for member in new
         }
+        if gone:
+            urls = _names(f"{e.role.value} {e.url}" for e in gone)
+            logger.info("engines left, and get no new requests: %s", urls)
         self._engines |= come
         self._fleet.update(add=come.values(), remove=gone)
         for member, engine in come.items():
@@ -203,11 +212,9 @@ class Prober:
 
     def _lose(self, engine: Engine, why: str) -> None:
         why = why.removeprefix(f"{engine.url}: ")
-        if engine.state is State.READY:
-            logger.warning("%s %s is lost: %s", engine.role.value, engine.url, why)
-        elif engine.why != why:
-            logger.info("%s %s is not ready: %s", engine.role.value, engine.url, why)
         if engine.state is State.WAITING:
+            if engine.why != why:
+                logger.info("%s %s is not ready: %s", engine.role.value, engine.url, why)
             engine.why = why  # nothing else has changed
         else:
             self._fleet.lost(engine, why)
@@ -245,7 +252,10 @@ class Prober:
         if not decoders and not ready:
             engine.why = "answers, and waits for a decode engine to be proved with"
         elif not decoders:
-            engine.why = "answers, and no decode engine in use agrees with it in labels and models"
+            why = "answers, and no decode engine in use agrees with it in labels and models"
+            if engine.why != why:
+                logger.info("%s %s is not ready: %s", engine.role.value, engine.url, why)
+            engine.why = why
         failed: LegFailed | None = None
         tried = False
         for decoder in decoders:
@@ -305,10 +315,11 @@ class Prober:
         if self._block_size is not None and told.block_size not in (None, self._block_size):
             logger.warning(
                 "%s has KV blocks of %d tokens, and --kv-block-size is %d: cached prefixes are expected in "
-                "the wrong sizes; this is logged once",
+                "the wrong sizes. Give --kv-block-size %d; this is logged once",
                 engine.url,
                 told.block_size,
                 self._block_size,
+                told.block_size,
             )
             self._block_size = None
         if engine.state is not State.WAITING:
@@ -346,6 +357,13 @@ class Prober:
         await self._counter.check(engine, cards[0]["id"])
         self._fleet.prove(engine, cards)
         logger.info("%s %s is ready", engine.role.value, engine.url)
+        if self._served and self._served.isdisjoint(engine.model_ids):
+            logger.warning(
+                "%s serves %s, and --served-model-name allows %s only: it gets no request that it can answer",
+                engine.url,
+                _names(engine.model_ids),
+                _names(self._served),
+            )
         for prefiller in self._fleet.of(EngineRole.PREFILL):
             if not self._visits.is_silent(prefiller):
                 prefiller.alarm.set()  # to be proved with it; nothing else about it is in doubt
@@ -392,6 +410,13 @@ class Prober:
             head_timeout=self._canary_timeout,
             resend=resend,
         )
+
+
+def _names(given: Iterable[str]) -> str:
+    """In order, and not more than a line holds."""
+    names = sorted(given)
+    more = [f"and {len(names) - _SHOWN:,} more"] if len(names) > _SHOWN else []
+    return ", ".join([*names[:_SHOWN], *more])
 
 
 def _canary_headers() -> Headers:

@@ -118,16 +118,18 @@ class Choosing:
             job.decode_choice = self._decoders.choose(job.prompt, group.pairable.now())
             effective = tokens - job.decode_choice.hit_tokens
         job.effective_tokens = effective
-        disaggregate = effective is None or effective >= threshold
+        long = effective is None or effective >= threshold
+        # Where nobody could hand over, nothing is to be compared: the reason is told in its place.
+        alone = long and not group.prefillers_exist
         cached = "" if tokens == effective else f", full={tokens}, cached={(tokens or 0) - (effective or 0)}"
         logger.info(
-            "Conditional routing: estimated_tokens=%s, threshold=%d, disaggregate=%s%s",
+            "Conditional routing: estimated_tokens=%s, %s, disaggregate=%s%s",
             "not counted" if effective is None else effective,
-            threshold,
-            disaggregate,
+            f"reason={Reason.NO_PREFILLERS_CONFIGURED}" if alone else f"threshold={threshold}",
+            long and not alone,
             cached,
         )
-        if not disaggregate:
+        if not long:
             job.reason = Reason.SHORT if tokens == effective or (tokens or 0) < threshold else Reason.CACHED
             return
         self.disaggregate(job)

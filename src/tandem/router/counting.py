@@ -133,6 +133,9 @@ class Counter:
             kept = _kept(count, body)  # ids already, which /tokenize does not take
             whole = kept == count and body.facts is None
             return Prompt(kept, body.get("prompt") if whole else None)
+        if api is Api.CHAT and not ("messages" in body and body.raw("messages").startswith(b"[")):
+            # An engine's /tokenize takes prompts too, and would tell a client of a chat that it lacks one.
+            raise ApiError(400, "messages must be a list.", param="messages")
         decoders = sorted(group.decoders.all, key=lambda e: e.in_flight)
         if not decoders:
             raise unavailable("No engine is ready to count the prompt.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice, product
@@ -10,6 +11,8 @@ from typing import Any
 from tandem.router.engines import Engine, EngineRole, State
 from tandem.router.groups import NOBODY, Candidates, Group, answering, in_use, may_pair
 from tandem.router.reported import count
+
+logger = logging.getLogger("tandem.router")
 
 _MANY = 200
 """Engines from which on changes may be worked out together: of fewer each counts at once."""
@@ -107,6 +110,8 @@ class Fleet:
             engine.why = why
             engine.losses += 1
             return
+        said = why.removeprefix("cannot be reached: ").removeprefix(f"{engine.url}: ")
+        logger.warning("%s %s is lost: %s", engine.role.value, engine.url, said)
         self._take_out((engine,), why)
         self._changed()
 
@@ -381,7 +386,7 @@ class Fleet:
         whys = [f"{e.url}: {e.why or self._why_unpaired(e)}" for e in engines[:_SHOWN]]
         if len(engines) > _SHOWN:
             whys.append(f"and {len(engines) - _SHOWN:,} more")
-        return "; ".join(whys) or "none is configured"
+        return "; ".join(whys) or "none is known"
 
     def _why_unpaired(self, prefiller: Engine) -> str:
         decoders = self.ready(EngineRole.DECODE)[:_SHOWN]
