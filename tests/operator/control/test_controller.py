@@ -258,3 +258,10 @@ async def test_without_keda_autoscaling_is_a_condition(world: World) -> None:
         return any(c["reason"] == "KedaMissing" for c in conditions)
 
     await world.until(told, "the condition")
+    await world.kubectl("annotate", "iec", "pd-hf", "-n", world.namespace, "tandem.dev/paused=true")
+
+    async def paused() -> bool:
+        return any(c["type"] == "Paused" for c in (await world.endpoint())["status"]["conditions"])
+
+    await world.until(paused, "the pause")
+    assert await told(), "a pause does not bring KEDA"

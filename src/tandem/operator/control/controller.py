@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from tandem.api.annotations import parse_annotations
@@ -78,11 +79,12 @@ class Controller:
         if FINALIZER not in metadata.get("finalizers", ()):
             found = await self._finalizers(found, drop=False) or found
         made = self._made(key, found)
-        outcome, failure = made.outcome, None
+        outcome, failure = self._lacking(made), None
         if made.objects and not extensions.paused:
             if "state" not in self._status(found):
                 await self._tell(found, pending(found, self._now()))
-            outcome, failure = await self._make(key, found, made)
+            refused, failure = await self._make(key, found, made)
+            outcome = replace(outcome, refused=refused)
         again = await self._report(found, outcome, paused=extensions.paused)
         if failure is not None:
             raise failure
@@ -119,17 +121,21 @@ class Controller:
             kept = self._desired[key] = of, desired(found, self._settings)
         return kept[1]
 
-    async def _make(self, key: Key, found: Object, made: Desired) -> tuple[Outcome, ApiError | None]:
-        """What came of it, and where an object could not be made for now, why."""
+    def _lacking(self, made: Desired) -> Outcome:
+        """With what the cluster lacks for it."""
+        kinds_made = map(resource_of, made.objects)
+        absent = {kind.definition for kind in kinds_made if not self._watches.served(kind)}
+        no_driver = tuple(name for name in made.drivers if not self._watches.has_driver(name))
+        return replace(made.outcome, absent=tuple(sorted(absent)), no_driver=no_driver)
+
+    async def _make(self, key: Key, found: Object, made: Desired) -> tuple[tuple[str, ...], ApiError | None]:
+        """Which objects are refused and why; and where one could not be made for now, why."""
         started = time.monotonic()
         refused: list[str] = []
-        absent: set[str] = set()
         failure: ApiError | None = None
         ours = dict(zip((names.NAMESPACE_LABEL, names.ENDPOINT_LABEL), labels_of(key), strict=True))
         for thing in made.objects:
-            resource = resource_of(thing)
-            if not self._watches.served(resource):
-                absent.add(resource.definition)
+            if not self._watches.served(resource_of(thing)):
                 continue
             try:
                 await self._owned.make(thing, ours)
@@ -149,12 +155,7 @@ class Controller:
                     break
         self._failed[key] = 0 if failure is None else self._failed.get(key, 0) + 1
         await self._remove(self._superfluous(key, found, made, whole=not refused and failure is None))
-        outcome = made.outcome.with_objects(
-            refused=tuple(refused),
-            absent=tuple(sorted(absent)),
-            no_driver=tuple(name for name in made.drivers if not self._watches.has_driver(name)),
-        )
-        return outcome, failure
+        return tuple(refused), failure
 
     def _superfluous(self, key: Key, found: Object, made: Desired, *, whole: bool) -> Iterator[Object]:
         """Volumes that can serve no more, and where all that is wanted is there (`whole`), what is not."""

@@ -64,11 +64,6 @@ class Outcome:
     no_driver: tuple[str, ...] = ()
     """CSI drivers that its volumes need and the cluster does not have."""
 
-    def with_objects(
-        self, *, refused: tuple[str, ...], absent: tuple[str, ...], no_driver: tuple[str, ...]
-    ) -> Outcome:
-        return replace(self, refused=refused, absent=absent, no_driver=no_driver)
-
 
 @dataclass(frozen=True)
 class Role:
