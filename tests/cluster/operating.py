@@ -116,6 +116,17 @@ def managed(cluster: Cluster, resource: Object, model: Path) -> Iterator[Managed
         endpoint.delete("--wait=false", "--ignore-not-found")
 
 
+def has_room(cluster: Cluster) -> None:
+    """Wait until pods that are on their way out, in any namespace, have gone: until then what they asked for is
+    taken, and nodes of two cores soon have no more."""
+
+    def ending() -> list[str]:
+        pods = cluster.get("/api/v1/pods")["items"]
+        return [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
+
+    cluster.wait_for("former pods to go", lambda: not ending(), 180)
+
+
 def furnish(cluster: Cluster, namespace: str, model: Path) -> None:
     """Make the namespace and its config map, where they are not there."""
     if cluster.get(f"/api/v1/namespaces/{namespace}") is None:

@@ -12,7 +12,7 @@ import pytest
 from .endpoint import LONG, SYSTEM, manifest
 from .kube import Cluster
 from .load import load
-from .operating import METRICS, OPERATOR, Managed, Operator, managed
+from .operating import METRICS, OPERATOR, Managed, Operator, has_room, managed
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +100,6 @@ def test_an_api_server_that_is_away_stops_no_request(pair: Managed, operator: Op
     assert after["metadata"]["name"] == before["metadata"]["name"]
 
 
-def ending(cluster: Cluster) -> list[str]:
-    """Pods that are on their way out, in any namespace: what they asked for is taken until then."""
-    pods = cluster.get("/api/v1/pods")["items"]
-    return [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
-
-
 @contextmanager
 def drained(cluster: Cluster, node: str) -> Iterator[None]:
     words = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=110s")
@@ -117,8 +111,7 @@ def drained(cluster: Cluster, node: str) -> Iterator[None]:
 
 
 def test_a_node_is_drained_without_a_failed_request(pair: Managed) -> None:
-    # All of it has just room on the other node: what others have left there must have gone.
-    pair.cluster.wait_for("former pods to go", lambda: not ending(pair.cluster), 180)
+    has_room(pair.cluster)  # all of it on the other node
     (router,) = pair.pods("router")
     node = router["spec"]["nodeName"]
     with load(pair) as seen:

@@ -12,7 +12,7 @@ import pytest
 
 from .endpoint import manifest
 from .kube import Cluster, Object
-from .operating import ENDPOINTS, Managed, Operator, Seen, managed, watching
+from .operating import ENDPOINTS, Managed, Operator, Seen, has_room, managed, watching
 
 NAMESPACE = "trouble"
 BROKEN = """
@@ -106,6 +106,7 @@ TOLD = {
 @pytest.fixture(scope="module")
 def faulty(cluster: Cluster, operator: Operator, model: Path) -> Iterator[tuple[dict[str, Managed], Seen]]:
     """The endpoints, and what a watch has shown of them since before they were applied."""
+    has_room(cluster)
     cluster.image("tandem-tests/broken-vllm:v1", "python3", "-c", BROKEN)
     with watching(cluster, ENDPOINTS) as seen, ExitStack() as stack:
         made = [stack.enter_context(managed(cluster, resource, model)) for resource in FAULTY]

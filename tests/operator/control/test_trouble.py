@@ -184,6 +184,16 @@ def test_a_pull_that_fails_again_and_again_is_one_trouble() -> None:
     pause = f'Back-off pulling image "vllm/x": ErrImagePull: {cause}'
     between = pod(containerStatuses=[waiting("ImagePullBackOff", pause)])
     assert pod_trouble(tried) == pod_trouble(between)
+    trying = pod(containerStatuses=[waiting("ContainerCreating")])
+    failed = {
+        "type": "Warning",
+        "reason": "Failed",
+        "message": f'Failed to pull image "vllm/x": {cause}',
+        "involvedObject": {"fieldPath": "spec.containers{decode-a}"},
+        "lastTimestamp": "2026-11-30T00:00:05Z",
+    }
+    after = failed | {"message": "Error: ErrImagePull", "lastTimestamp": "2026-11-30T00:00:06Z"}
+    assert pod_trouble(trying, [failed, after]) == pod_trouble(tried)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ UNHEALTHY_SECONDS = 30.0
 _STARTING = ("ContainerCreating", "PodInitializing")
 _PULLING = ("ErrImagePull", "ImagePullBackOff")
 """A kubelet says the one after a try and the other between two: it is the same trouble."""
+_PULL_FAILED = re.compile(r'^Failed to pull image "[^"]*": ')
+_PULL_SAID = tuple(f"Error: {reason}" for reason in _PULLING)
+"""Events that add nothing to the one before."""
 _BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*": ErrImagePull: ')
 _LOUD = re.compile(
     r"error|exception|fatal|cannot|failed|refused|denied|no space|not found|killed", re.IGNORECASE
@@ -191,12 +194,22 @@ def _warned(warnings: Sequence[Object], since: str) -> _Found | None:
         for event in warnings
         if event.get("type") == "Warning"
         and event.get("reason") != "FailedScheduling"
+        and event.get("message") not in _PULL_SAID
         and _seconds(since, _when(event)) >= (UNHEALTHY_SECONDS if event.get("reason") == "Unhealthy" else 0)
     ]
     if not bad:
         return None
     newest = max(bad, key=_when)
-    return newest.get("reason") or "Warning", _short(newest.get("message") or "")
+    message = newest.get("message") or ""
+    if pull := _PULL_FAILED.match(message):
+        # The container says the same, in these words, once it is known there.
+        return "ImagePullBackOff", f"container {_container_of(newest)}: {_short(message[pull.end() :])}"
+    return newest.get("reason") or "Warning", _short(message)
+
+
+def _container_of(event: Object) -> str:
+    found = re.search(r"\{(.+)\}", event.get("involvedObject", {}).get("fieldPath") or "")
+    return found[1] if found else "?"
 
 
 def _when(event: Object) -> str:
