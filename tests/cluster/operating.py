@@ -117,8 +117,8 @@ def managed(cluster: Cluster, resource: Object, model: Path) -> Iterator[Managed
 
 
 def has_room(cluster: Cluster) -> None:
-    """Wait until pods that are on their way out, in any namespace, have gone: until then what they asked for is
-    taken, and nodes of two cores soon have no more."""
+    """Wait until pods that are on their way out, in any namespace, have gone: until then what they asked for
+    is taken, and nodes of two cores soon have no more."""
 
     def ending() -> list[str]:
         pods = cluster.get("/api/v1/pods")["items"]
