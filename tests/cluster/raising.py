@@ -75,13 +75,16 @@ def raised(nodes: int = 2) -> Iterator[Cluster]:
         ended.enter_context(_taken_down(at, folder))
         assets = _done([sys.executable, str(SCRIPT), "assets"]).strip()
         image = _image(folder / "image")
-        _done(
-            [
-                *("unshare", "--mount", "--propagation", "private", "sh", "-ec", _PREPARED, "sh"),
-                *map(str, (image, sys.base_prefix, sysconfig.get_path("purelib"), _sources(), assets)),
-                *(sys.executable, str(SCRIPT), "up", *at, "--nodes", str(nodes)),
-            ]
-        )
+        up = [
+            *("unshare", "--mount", "--propagation", "private", "sh", "-ec", _PREPARED, "sh"),
+            *map(str, (image, sys.base_prefix, sysconfig.get_path("purelib"), _sources(), assets)),
+            *(sys.executable, str(SCRIPT), "up", *at, "--nodes", str(nodes)),
+        ]
+        try:
+            _done(up)
+        except AssertionError:  # seen once in dozens of times: a node's containerd or kubelet ended at once
+            _done([sys.executable, str(SCRIPT), "down", *at])
+            _done(up)
         enter = (sys.executable, str(SCRIPT), "run", *at, "--")
         relay = folder / "relay"
         ended.enter_context(_background([*enter, sys.executable, str(HERE / "relay.py"), str(relay)], relay))
