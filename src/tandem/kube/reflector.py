@@ -179,9 +179,8 @@ class Reflector(Mapping[Key, Object]):
         before = self._objects.get(key)
         if before is not None and version_of(before) == version_of(found):
             return
-        found["metadata"].pop(
-            "managedFields", None
-        )  # often the greater part of an object, and never asked for
+        # Often the greater part of an object, and never asked for.
+        found["metadata"].pop("managedFields", None)
         self._objects[key] = found
         if before is not None and before["metadata"].get("uid") != found["metadata"].get("uid"):
             # Another of the same name: for who watches, the first one went.

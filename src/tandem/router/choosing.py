@@ -24,8 +24,7 @@ from tandem.router.fleet import Fleet
 from tandem.router.groups import NOBODY, Candidates, Group
 from tandem.router.job import Job, Path, Reason
 from tandem.router.plausible import is_plausible
-from tandem.router.reported import count
-from tandem.router.strategies import DecoderScore, OutputEstimate, Prompt, Space, Strategy
+from tandem.router.strategies import DecoderScore, OutputEstimate, Space, Strategy
 
 logger = logging.getLogger("tandem.router")
 
@@ -95,7 +94,7 @@ class Choosing:
         matters = decode_only is None and threshold > 0 and self.group(job).prefillers_exist
         if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
             try:
-                job.prompt = _in_earnest(await self._counter.count(job.api, job.body))
+                job.prompt = await self._counter.count(job.api, job.body)
             except OverContext:
                 job.reason = Reason.OVER_CONTEXT
         job.prompt = replace(job.prompt, space=self._space(job), session=self._session(job))
@@ -271,10 +270,3 @@ class Choosing:
                         choice.hit_tokens,
                         scores(choice),
                     )
-
-
-def _in_earnest(prompt: Prompt) -> Prompt:
-    """A prompt whose length may be an engine's word: one that no prompt has is none."""
-    if prompt.tokens is None or count(prompt.tokens) is not None:
-        return prompt
-    return replace(prompt, tokens=None, ids=None)

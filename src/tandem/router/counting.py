@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.prompt import BadPrompt, NotExact, PromptCounter
+from tandem.router import reported
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.counting_places import InLoop, Place
@@ -232,12 +233,14 @@ class Counter:
         return False
 
     async def _count_on(self, engine: Engine, api: Api, body: Body) -> Prompt:
-        """Raises ApiError 400 for what the engine rejects, LegFailed when it gives no answer."""
+        """As an engine counts it; a length that no prompt has is none.
+
+        Raises ApiError 400 for what the engine rejects, LegFailed when it gives no answer."""
         told = await self._tokenize(engine, api, body)
         kept = _kept(told.count, body)
         # Which end is cut off is not said.
         whole = kept == told.count == len(told.tokens)
-        return Prompt(kept, told.tokens if whole else None)
+        return Prompt(reported.count(kept), told.tokens if whole else None)
 
     async def _tokenize(self, engine: Engine, api: Api, body: Body) -> _Tokenized:
         """As `_count_on`, without regard to what the request wants kept."""
