@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from .endpoint import ENDPOINT, HERE, SYSTEM, Endpoint
+from .endpoint import ENDPOINT, HERE, SYSTEM, Endpoint, manifest
 from .kube import Cluster, Object, ready
 
 DEPLOY = HERE.parents[1] / "deploy"
@@ -114,6 +114,16 @@ def managed(cluster: Cluster, resource: Object, model: Path) -> Iterator[Managed
         yield endpoint
     finally:
         endpoint.delete("--wait=false", "--ignore-not-found")
+
+
+@contextmanager
+def nixl_pair(cluster: Cluster, namespace: str, model: Path, *, metrics: bool) -> Iterator[Managed]:
+    """Two prefillers and two decoders over NIXL, in use; with collectors where `metrics`."""
+    resource = manifest("nixl", namespace, model)
+    resource["spec"]["metrics"]["enabled"] = metrics
+    with managed(cluster, resource, model) as endpoint:
+        cluster.wait_for("the endpoint", endpoint.complete, 90)
+        yield endpoint
 
 
 def has_room(cluster: Cluster) -> None:

@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from .endpoint import LONG, SHORT, SYSTEM, manifest
+from .endpoint import LONG, SHORT, SYSTEM
 from .kube import Cluster
 from .load import load
-from .operating import LEASE, Managed, Operator, managed, watching
+from .operating import LEASE, Managed, Operator, nixl_pair, watching
 
 
 @pytest.fixture(scope="module")
 def pair(cluster: Cluster, operator: Operator, model: Path) -> Iterator[Managed]:
-    """Two prefillers and two decoders, over NIXL."""
-    resource = manifest("nixl", "changes", model)
-    resource["spec"]["metrics"]["enabled"] = False
-    with managed(cluster, resource, model) as endpoint:
-        cluster.wait_for("the endpoint", endpoint.complete, 90)
+    with nixl_pair(cluster, "changes", model, metrics=False) as endpoint:
         yield endpoint
 
 

@@ -9,19 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .endpoint import LONG, SYSTEM, manifest
+from .endpoint import LONG, SYSTEM
 from .kube import Cluster
 from .load import load
-from .operating import METRICS, OPERATOR, Managed, Operator, has_room, managed
+from .operating import METRICS, OPERATOR, Managed, Operator, has_room, nixl_pair
 
 
 @pytest.fixture(scope="module")
 def pair(cluster: Cluster, operator: Operator, model: Path) -> Iterator[Managed]:
-    """Two prefillers and two decoders, over NIXL."""
-    resource = manifest("nixl", "faults", model)
-    resource["spec"]["metrics"]["enabled"] = True
-    with managed(cluster, resource, model) as endpoint:
-        cluster.wait_for("the endpoint", endpoint.complete, 90)
+    with nixl_pair(cluster, "faults", model, metrics=True) as endpoint:
         yield endpoint
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .endpoint import manifest
 from .kube import Cluster
-from .operating import Managed, Operator, managed
+from .operating import Managed, Operator, nixl_pair
 
 
 def test_the_transport_is_in_the_status(cluster: Cluster, operator: Operator, model: Path) -> None:
-    resource = manifest("nixl", "transport", model)
-    resource["spec"]["metrics"]["enabled"] = False
-    with managed(cluster, resource, model) as endpoint:
-        cluster.wait_for("the endpoint", endpoint.complete, 120)
+    with nixl_pair(cluster, "transport", model, metrics=False) as endpoint:
 
         def told(endpoint: Managed = endpoint) -> bool:
             return str(endpoint.status().get("transfer", {}).get("transport")) == "TCP (tcp/eth0)"
