@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from .endpoint import HERE
+from ..docs.pages import ROOT, blocks
 from .kube import Cluster
 from .operating import Managed, Operator
 
-ROOT = HERE.parents[1]
-PAGE = (ROOT / "docs/kubernetes.md").read_text("utf-8")
+PAGE = "kubernetes.md"
 NAMESPACE = "default"
 WITH_GPU = "resources: {limits: {nvidia.com/gpu: 1}}"
 ON_TWO_CORES = "resources: {limits: {nvidia.com/gpu: 1}, requests: {cpu: 50m, memory: 128Mi}}"
@@ -42,13 +41,10 @@ spec:
 """
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
 def commands() -> list[str]:
     """Those of the page, without the two that build images: these are there."""
-    return [line for text in blocks("sh") for line in text.splitlines() if not line.startswith("docker ")]
+    lines = (line for _, text in blocks("sh", PAGE) for line in text.splitlines())
+    return [line for line in lines if not line.startswith("docker ")]
 
 
 @pytest.fixture
@@ -65,7 +61,7 @@ def endpoint(cluster: Cluster, operator: Operator, model: Path) -> Iterator[Mana
 
 def test_the_guides_commands_do_what_it_says(endpoint: Managed, tmp_path: Path) -> None:
     cluster = endpoint.cluster
-    (manifest,) = blocks("yaml")
+    ((_, manifest),) = blocks("yaml", PAGE)
     assert manifest.count(WITH_GPU) == 2
     (tmp_path / "llama.yaml").write_text(manifest.replace(WITH_GPU, ON_TWO_CORES), "utf-8")
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")

@@ -38,8 +38,8 @@ from tandem.router.notifications import Notifications
 from tandem.router.strategies import KvAware, KvIndex, KvPrefixes
 from tandem.router.waiting import Line
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from .pages import PAGES, ROOT, blocks
+
 MACHINE = Machine(
     cores=(Core((0,), 0), Core((1,), 0), Core((2,), 0)),
     gpus=(),
@@ -49,17 +49,8 @@ MACHINE = Machine(
 )
 
 
-def blocks(language: str) -> Iterator[tuple[str, str]]:
-    """(page, text) of each fenced block of a language."""
-    for page in PAGES:
-        for found in re.finditer(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-            yield page.name, found[1]
-
-
 def commands(only: str = "") -> Iterator[list[str]]:
-    for page, text in blocks("sh"):
-        if only not in ("", page):
-            continue
+    for _, text in blocks("sh", only):
         for line in text.replace("\\\n", " ").splitlines():
             yield shlex.split(line, comments=True)
 
@@ -107,7 +98,7 @@ def test_every_manifest_can_be_planned(page: str, text: str, tmp_path: Path) -> 
 
 
 def of_discovery(language: str) -> list[str]:
-    return [text for page, text in blocks(language) if page == "discovery.md"]
+    return [text for _, text in blocks(language, "discovery.md")]
 
 
 def test_the_lists_of_engines_are_lists_of_engines() -> None:
