@@ -26,7 +26,7 @@ class Server:
         self._connections: set[ServerConnection] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._draining = self._closed = False
+        self._stopping = False
         self._listener: asyncio.Server
         self._port: int
 
@@ -43,7 +43,7 @@ class Server:
     async def drain(self, deadline_s: float) -> bool:
         """Stop accepting, close idle connections, and give running requests `deadline_s` seconds to finish.
         Returns whether all did. `close` is still to be called."""
-        self._draining = True
+        self._stopping = True
         self._listener.close()
         for connection in list(self._connections):
             connection.drain()
@@ -57,7 +57,7 @@ class Server:
     async def close(self) -> None:
         """Stop now: connections are cut and handlers cancelled; returns when they have ended, or after ten
         seconds all the same."""
-        self._closed = True
+        self._stopping = True
         self._listener.close()
         for connection in list(self._connections):
             connection.abort()
@@ -81,7 +81,7 @@ class Server:
         self._connections.add(connection)
         self._empty.clear()
         # The event loop may have accepted it before the listener was closed.
-        if self._closed or self._draining:
+        if self._stopping:
             connection.abort()
             return True
         return len(self._connections) <= self.limits.connections
