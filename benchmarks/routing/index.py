@@ -87,7 +87,7 @@ def peer() -> dict[str, float]:
 
 def chain_and_lookup(engines: int) -> dict[str, float]:
     from tandem.router.strategies import KvIndex, Prompt
-    from tandem.router.strategies.chain import Space, chain
+    from tandem.router.strategies.chain import NO_SPACE, extend, root
 
     ids = some_ids(CHAIN_TOKENS)
     index, fleet = KvIndex(), make_fleet(engines)
@@ -98,7 +98,7 @@ def chain_and_lookup(engines: int) -> dict[str, float]:
     prompt = Prompt(MATCH_BLOCKS * BLOCK + 1, ids[: MATCH_BLOCKS * BLOCK + 1])
     prompt.chain(BLOCK)
     return {
-        "chain_us": median_us(lambda: chain(ids, BLOCK, Space()), 100),
+        "chain_us": median_us(lambda: extend(root(NO_SPACE, BLOCK), ids, BLOCK), 100),
         "lookup_us": median_us(lambda: index.match(prompt, fleet), 5000),
     }
 
