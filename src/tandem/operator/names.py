@@ -28,6 +28,9 @@ ROUTING_SERVICE_PORT = 443
 NOTIFY_PORT = 7500
 """Where a router takes the notifications of LMCache's prefillers (`pd_proxy_port`)."""
 
+WEBHOOK = "tandem-inferenceendpointconfigs"
+"""The ValidatingWebhookConfiguration that is installed with the operator."""
+
 ROLE_LABEL = f"{GROUP}/dpd-role"
 ENDPOINT_LABEL = "tandem.dev/endpoint"
 NAMESPACE_LABEL = "tandem.dev/endpoint-namespace"

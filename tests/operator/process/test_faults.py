@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
+import yaml
 
 from tandem.api.crd import NAME, crd
 from tandem.kube import Object
 from tandem.kube import resources as kinds
 from tandem.operator import render
+from tandem.operator.names import WEBHOOK
 from tandem.operator.process.alone import HYPERPOD_DEPLOYMENT
 from tandem.operator.process.leader import GIVE_UP_SECONDS, LEASE_SECONDS, RENEW_SECONDS
 
-from ...api.conftest import _assets, _free_ports
+from ...api.conftest import REPOSITORY, _assets, _free_ports
 from ..endpoints import SETTINGS, endpoint
 from .plane import Cluster, Operator, Plane, cluster, plane, until
 
@@ -108,37 +111,42 @@ async def test_what_one_operator_has_begun_when_it_is_killed_the_next_one_finish
         assert found[name]["metadata"]["uid"] == there["metadata"]["uid"], "none was made twice"
 
 
-@pytest.mark.slow
-async def test_of_two_operators_the_other_goes_on_when_one_is_killed(kube: Cluster, namespace: str) -> None:
+@asynccontextmanager
+async def two_operators(kube: Cluster) -> AsyncIterator[tuple[Operator, Operator]]:
+    """One that leads, and one that stands by."""
     with kube.plane.operator(name="one") as one:
         await until("one leads", one.leads)
         with kube.plane.operator(name="two") as two:
             await until("two stands by", lambda: "waiting" in two.log)
-            await kube.apply(namespace, "a")
-
-            async def made(name: str) -> bool:
-                return (await kube.objects(namespace)).keys() >= wanted(namespace, name)
-
-            await until("the objects", lambda: made("a"))
-            writes = two.requests()
-            assert (writes["patch"], writes["create"], writes["delete"]) == (0, 0, 0)
-            one.kill()
-            assert await until("two leads", two.leads, TAKEN_OVER_SECONDS) > LEASE_SECONDS - RENEW_SECONDS - 3
-            await kube.apply(namespace, "b")
-            await until("the objects", lambda: made("b"))
+            yield one, two
 
 
 @pytest.mark.slow
-async def test_an_operator_that_is_told_to_end_leaves_the_lease_to_the_next_at_once(
-    kube: Cluster, namespace: str
-) -> None:
-    with kube.plane.operator(name="one") as one:
-        await until("one leads", one.leads)
-        with kube.plane.operator(name="two") as two:
-            await until("two stands by", lambda: "waiting" in two.log)
-            one.process.terminate()
+async def test_of_two_operators_the_other_goes_on_when_one_is_killed(kube: Cluster, namespace: str) -> None:
+    async with two_operators(kube) as (one, two):
+        await kube.apply(namespace, "a")
+
+        async def made(name: str) -> bool:
+            return (await kube.objects(namespace)).keys() >= wanted(namespace, name)
+
+        await until("the objects", lambda: made("a"))
+        writes = two.requests()
+        assert (writes["patch"], writes["create"], writes["delete"]) == (0, 0, 0)
+        one.kill()
+        assert await until("two leads", two.leads, TAKEN_OVER_SECONDS) > LEASE_SECONDS - RENEW_SECONDS - 3
+        await kube.apply(namespace, "b")
+        await until("the objects", lambda: made("b"))
+
+
+async def test_an_operator_that_is_told_to_end_leaves_the_lease_to_the_one_that_waits(kube: Cluster) -> None:
+    """At once, and so not to one that starts only then, as a pod that is made in its place."""
+    async with two_operators(kube) as (one, two):
+        one.process.terminate()
+        with kube.plane.operator(name="three") as three:
             assert one.process.wait(20) == 0
             await until("two leads", two.leads, LEASE_SECONDS - 3)
+            await until("three stands by", lambda: "waiting" in three.log)
+            assert two.leads()
 
 
 @pytest.mark.slow
@@ -329,9 +337,7 @@ async def test_without_a_definition_it_says_what_to_do(kube: Cluster, namespace:
 
 
 @pytest.mark.slow
-async def test_the_webhooks_certificate_comes_back_into_a_definition_that_is_applied_again(
-    kube: Cluster, namespace: str
-) -> None:
+async def test_the_webhooks_certificate_comes_back_into_what_is_applied_again(kube: Cluster) -> None:
     async def conversion() -> str:
         definition = await kube.client.get(kinds.DEFINITION, NAME)
         assert definition is not None
@@ -340,7 +346,13 @@ async def test_the_webhooks_certificate_comes_back_into_a_definition_that_is_app
     async def by_webhook() -> bool:
         return await conversion() == "Webhook"
 
+    async def trusted() -> bool:
+        found = await kube.client.get(kinds.VALIDATING_WEBHOOK, WEBHOOK)
+        assert found is not None
+        return all("caBundle" in hook["clientConfig"] for hook in found["webhooks"])
+
     definition = crd()
+    webhook = yaml.safe_load((REPOSITORY / "deploy/webhook.yaml").read_text("utf-8"))
     try:
         with kube.plane.operator(f"--webhook-port={_free_ports(1)[0]}") as operator:
             await until("it leads", operator.leads)
@@ -350,5 +362,11 @@ async def test_the_webhooks_certificate_comes_back_into_a_definition_that_is_app
             assert await by_webhook(), "who applies it leaves the conversion alone"
             await kube.kubectl("replace", "-f", "-", stdin=definition)
             await until("the certificate", by_webhook)
+            # Also where it comes later than the operator.
+            await kube.kubectl("create", "-f", "-", stdin=webhook)
+            await until("the certificate", trusted, 10)
+            await kube.kubectl("replace", "-f", "-", stdin=webhook)
+            await until("the certificate", trusted, 10)
     finally:
+        await kube.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=webhook)
         await kube.kubectl("replace", "-f", "-", stdin=definition)

@@ -96,6 +96,33 @@ async def test_the_second_one_need_not_wait_when_the_first_gives_back(clock: Clo
     assert holder(api) == "two"
 
 
+async def test_who_waits_is_told_by_a_watch_that_the_lease_is_given_back(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not look again to have it: before a pod that is made in place of the first."""
+    api = FakeApi()
+    one, two = candidate(api, clock, "one"), candidate(api, clock, "two")
+    await one.acquire()
+    monkeypatch.setattr(module.asyncio, "sleep", lambda _: asyncio.Event().wait())  # for ever
+    waiting = asyncio.create_task(two.acquire())
+    await turns(waiting)
+    await one.acquire()  # renews
+    await turns(waiting)
+    assert not waiting.done()
+    assert holder(api) == "one"
+    await one.release()
+    await turns(waiting)
+    assert waiting.done()
+    assert two.leads
+    assert holder(api) == "two"
+
+
+async def turns(task: asyncio.Task[None]) -> None:
+    """Let a task get on as far as it can."""
+    for _ in range(50):
+        await asyncio.wait([task], timeout=0)
+
+
 async def test_only_the_holder_gives_back(clock: Clock) -> None:
     api = FakeApi()
     one, two = candidate(api, clock, "one"), candidate(api, clock, "two")
@@ -104,7 +131,7 @@ async def test_only_the_holder_gives_back(clock: Clock) -> None:
     assert holder(api) == "one"
 
 
-async def test_who_cannot_renew_stops_before_another_may_begin(clock: Clock) -> None:
+async def test_who_cannot_renew_stops_before_another_may_begin_and_can_lead_again(clock: Clock) -> None:
     api = FakeApi()
     one = candidate(api, clock, "one")
     await one.acquire()
@@ -114,6 +141,9 @@ async def test_who_cannot_renew_stops_before_another_may_begin(clock: Clock) -> 
         await one.hold()
     assert GIVE_UP_SECONDS <= clock.now - renewed < LEASE_SECONDS
     assert not one.leads
+    api.refusal = None
+    await one.acquire()
+    one.check()
 
 
 async def test_a_short_absence_of_the_api_server_is_borne(clock: Clock) -> None:
@@ -167,15 +197,3 @@ async def test_who_was_frozen_writes_nothing_before_it_knows_that_it_still_leads
 async def test_who_does_not_lead_may_not_write(clock: Clock) -> None:
     with pytest.raises(LostLease):
         candidate(FakeApi(), clock, "one").check()
-
-
-async def test_who_has_lost_the_lease_can_get_it_again(clock: Clock) -> None:
-    api = FakeApi()
-    one = candidate(api, clock, "one")
-    await one.acquire()
-    api.refusal = ApiError(503, "", "the API server is away")
-    with pytest.raises(LostLease):
-        await one.hold()
-    api.refusal = None
-    await one.acquire()
-    one.check()

@@ -8,10 +8,11 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
-from tandem.kube import ApiError, KubeError, Object, Resource
+from tandem.kube import ApiError, KubeError, Object, Reflector, Resource
 from tandem.kube import resources as kinds
+from tandem.kube.reflector import Source
 from tandem.operator.control.owned import MANAGER
 
 LEASE_SECONDS = 15.0
@@ -24,7 +25,7 @@ GIVE_UP_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-class Leases(Protocol):
+class Leases(Source, Protocol):
     async def get(self, resource: Resource, name: str, namespace: str | None = ...) -> Object | None: ...
     async def create(self, made: Object, resource: Resource, *, manager: str) -> Object: ...
     async def replace(self, made: Object, resource: Resource, *, manager: str) -> Object: ...
@@ -53,18 +54,46 @@ class Leader:
         self._seen: tuple[object, float] = (None, 0.0)
         """The last record, and when it was first seen so."""
         self._renewed = -float("inf")
+        self._free = asyncio.Event()
+        """Set when the lease is seen to be nobody's."""
         self.leads = False
 
     async def acquire(self) -> None:
         """Returns once this candidate holds the lease."""
-        waited = False
-        while not await self._attempt():
-            if not waited:
-                log.info("another operator holds the lease %s/%s: waiting", self._namespace, self._name)
-                waited = True
-            await asyncio.sleep(RENEW_SECONDS * random.uniform(0.8, 1.2))
+        if not await self._attempt():
+            log.info("another operator holds the lease %s/%s: waiting", self._namespace, self._name)
+            # It is told when the lease is given back, and so has it before a pod that has yet to start.
+            watch = asyncio.create_task(self._lease().run())
+            try:
+                await self._pause()
+                while not await self._attempt():
+                    await self._pause()
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
         self.leads = True
         log.info("holds the lease %s/%s as %s", self._namespace, self._name, self._identity)
+
+    def _lease(self) -> Reflector:
+        def changed(_: Object | None, after: Object | None) -> None:
+            if after is None or not after.get("spec", {}).get("holderIdentity"):
+                self._free.set()
+
+        fields = f"metadata.name={self._name}"
+        return Reflector(self._client, kinds.LEASE, changed, namespace=self._namespace, fields=fields)
+
+    async def _pause(self) -> None:
+        """Until the next look at a lease that may have run out, or at once when it is free."""
+        waits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(asyncio.sleep(RENEW_SECONDS * random.uniform(0.8, 1.2))),
+            asyncio.create_task(self._free.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._free.clear()
 
     async def hold(self) -> None:
         """Renews until it cannot. Raises LostLease."""

@@ -10,11 +10,10 @@ import socket
 import ssl
 import tempfile
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.api.crd import NAME
 from tandem.kube import Client, KubeError, connect
 from tandem.operator.process.alone import check_alone
 from tandem.operator.process.leader import Leader, LostLease
@@ -29,7 +28,9 @@ from tandem.operator.webhooks.trust import trust
 STALE_SECONDS = 180.0
 """A leader that has not heard the API server for so long is not ready."""
 CERTIFICATE_SECONDS = 86_400.0
-"""Between two looks at the webhooks' certificate."""
+"""Between two looks at the webhooks' certificate, where no watch asks for one."""
+CERTIFICATE_AGAIN_SECONDS = 10.0
+"""After one that failed."""
 LEASE = "tandem-operator"
 
 log = logging.getLogger(__name__)
@@ -123,11 +124,8 @@ class _Operator:
         leader = Leader(self._client, namespace, LEASE, self._config.identity)
         while True:
             await leader.acquire()
-            self._metrics.leads.set(1)
             try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(leader.hold())
-                    group.create_task(self._work(self._client.guarded(leader.check)))
+                await self._led(leader)
             except ExceptionGroup as failures:
                 _, others = failures.split(LostLease)
                 if others:
@@ -137,19 +135,21 @@ class _Operator:
             except asyncio.CancelledError:
                 await leader.release()
                 raise
-            finally:
-                self._loop = None
-                self._metrics.loop_ended()
-                self._metrics.leads.set(0)
+
+    async def _led(self, leader: Leader) -> None:
+        self._metrics.leads.set(1)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(leader.hold())
+                group.create_task(self._work(self._client.guarded(leader.check)))
+        finally:  # before the lease is given back
+            self._loop = None
+            self._metrics.loop_ended()
+            self._metrics.leads.set(0)
 
     async def _work(self, client: Client) -> None:
-        self._loop = Loop(client, self._config.settings, self._metrics, self._defined)
+        self._loop = Loop(client, self._config.settings, self._metrics, self._distrusted.set)
         await self._loop.run()
-
-    def _defined(self, name: str) -> None:
-        """Who applies the definition again takes the certificate out of it."""
-        if name == NAME:
-            self._distrusted.set()
 
     def _not_ready(self) -> str | None:
         if not self._started:
@@ -177,16 +177,17 @@ class _Operator:
         await trust(self._client, config.webhook_service, namespace, made.bundle)
 
     async def _renew(self, folder: Path, context: ssl.SSLContext, *, own: bool) -> None:
+        pause = CERTIFICATE_SECONDS
         while True:
-            try:
-                async with asyncio.timeout(CERTIFICATE_SECONDS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
                     await self._distrusted.wait()
-            except TimeoutError:
-                pass
             self._distrusted.clear()
+            pause = CERTIFICATE_SECONDS
             try:
                 if own:
                     await self._certificate(folder)
                 context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
             except (KubeError, OSError) as error:
                 log.warning("the webhooks' certificate could not be renewed: %s", error)
+                pause = CERTIFICATE_AGAIN_SECONDS
