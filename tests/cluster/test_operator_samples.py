@@ -112,7 +112,7 @@ def test_with_this_clusters_weights_they_serve(
             label = f"node.kubernetes.io/instance-type={kind}"
             cluster.kubectl("label", "nodes", "--all", "--overwrite", label, "pool=prefill")
             made.append(stack.enter_context(managed(cluster, resource, model)))
-            count = {"dpd-s3": 3, "colocated-routing": 1}.get(name, 2)  # nobody adds any without KEDA
+            count = {"dpd-s3": 3}.get(name, 2)
             cluster.wait_for("its pods placed", lambda e=made[-1], n=count: _placed(e) >= n)
         for endpoint in made:
             cluster.wait_for(f"{endpoint.name} in use", lambda e=endpoint: e.complete() and e.in_use(), 90)

@@ -89,6 +89,12 @@ class World:
 
         return check
 
+    def has_scaled_object(self, name: str) -> Callable[[], Any]:
+        async def check() -> bool:
+            return f"ScaledObject/{name}" in await self.objects("scaledobjects.keda.sh")
+
+        return check
+
     def state(self, wanted: str, name: str = "pd-hf") -> Callable[[], Any]:
         async def check() -> bool:
             return (await self.endpoint(name)).get("status", {}).get("state") == wanted

@@ -338,7 +338,7 @@ def _others(outcome: Outcome, paused: bool) -> Iterable[Object]:
             False,
             "KedaMissing",
             f"the cluster does not have {kinds}: install KEDA, and the endpoint scales; until then the "
-            "number of pods stays as it is",
+            "number of pods is the resource's",
         )
     if outcome.refused and not outcome.problems:
         yield _condition("ObjectsApplied", False, "Refused", "; ".join(outcome.refused))
