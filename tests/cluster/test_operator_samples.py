@@ -19,13 +19,23 @@ from .operating import OPERATOR, Managed, Operator, managed
 SAMPLES = HERE.parent / "operator/manifests"
 IMAGES = ("public.ecr.aws/deep-learning-containers/vllm:server-hyperpod-cuda-v1.1",)
 
+INSTANCE = "takes nodes with node.kubernetes.io/instance-type=ml"
 LACKS = {
     "dpd-s3": {
         "ModelSource": ("CsiDriverMissing", "s3.csi.aws.com"),
-        "PrefillReady": ("Unschedulable", "node"),
+        "PrefillReady": (
+            "Unschedulable",
+            "takes nodes with pool=prefill and node.kubernetes.io/instance-type",
+        ),
     },
-    "dpd-huggingface": {"PrefillReady": ("Unschedulable", "node"), "DecodeReady": ("Unschedulable", "node")},
-    "dpd-nvme": {"PrefillReady": ("Unschedulable", "node"), "DecodeReady": ("Unschedulable", "node")},
+    "dpd-huggingface": {
+        "PrefillReady": ("Unschedulable", f"{INSTANCE}.p5en.48xlarge"),
+        "DecodeReady": ("Unschedulable", f"{INSTANCE}.p5en.48xlarge"),
+    },
+    "dpd-nvme": {
+        "PrefillReady": ("Unschedulable", f"{INSTANCE}.p5.48xlarge"),
+        "DecodeReady": ("Unschedulable", f"{INSTANCE}.p5.48xlarge"),
+    },
     "colocated-routing": {
         "Ready": ("Invalid", "spec.modelSourceConfig.fsxStorage.dnsName: is needed"),
         "Validated": ("Invalid", "give it, or the AWS region"),
