@@ -130,6 +130,7 @@ def test_with_this_clusters_weights_they_serve(
             assert (short.status_code, long.status_code) == (200, 200), (short.text, long.text)
             if "pdSpec" in endpoint.resource["spec"]:
                 assert "prefill time" in "".join(endpoint.routed(long))
+                assert endpoint.status()["transfer"]["connector"] == "lmcache", "as with HyperPod"
             else:
                 assert endpoint.condition("Autoscaling")["reason"] == "KedaMissing"
 

@@ -36,7 +36,7 @@ class World:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def manifest(self, name: str = "dpd-huggingface", **changes: Any) -> Object:
+    def manifest(self, name: str = "dpd-nixl", **changes: Any) -> Object:
         made = changed(name, changes)
         made["metadata"]["namespace"] = self.namespace
         return made

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # the first one waits for the server
 async def test_an_endpoint_becomes_what_render_prints(world: World) -> None:
     manifest = world.manifest()
     await world.apply(manifest)
-    wanted = render(endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS).objects
+    wanted = render(endpoint("dpd-nixl", {"metadata.namespace": world.namespace}), SETTINGS).objects
     names = {f"{o['kind']}/{o['metadata']['name']}" for o in wanted}
     await world.until(world.has(*names), "the objects")
     found = await world.objects("deploy,svc,cm,netpol,pdb,ingress,sa,role,rolebinding")
@@ -174,7 +174,7 @@ async def test_what_lies_in_the_system_namespace_goes_also_when_the_finalizer_wa
 async def test_objects_applied_by_hand_are_not_deleted_and_taken_over_by_their_endpoint(
     world: World,
 ) -> None:
-    made = render(endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS).objects
+    made = render(endpoint("dpd-nixl", {"metadata.namespace": world.namespace}), SETTINGS).objects
     listed = {"apiVersion": "v1", "kind": "List", "items": list(made)}
     await world.kubectl("apply", "-f", "-", stdin=listed)
     await world.settled()

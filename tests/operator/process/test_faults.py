@@ -57,7 +57,7 @@ def wanted(namespace: str, *names: str) -> set[str]:
         f"{o['kind']}/{o['metadata']['name']}"
         for name in names
         for o in render(
-            endpoint("dpd-huggingface", {"metadata.namespace": namespace, "metadata.name": name}), SETTINGS
+            endpoint("dpd-nixl", {"metadata.namespace": namespace, "metadata.name": name}), SETTINGS
         ).objects
     }
 
