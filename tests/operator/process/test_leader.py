@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from tandem.cli.operator import add_arguments
 from tandem.kube import ApiError
 from tandem.kube import resources as kinds
 from tandem.operator.process import leader as module
-from tandem.operator.process.leader import GIVE_UP_SECONDS, LEASE_SECONDS, Leader, LostLease
+from tandem.operator.process.leader import GIVEN_UP, LEASE_SECONDS, RENEWED, Leader, LostLease
 
 from ..fake_api import FakeApi
+
+GIVE_UP_SECONDS = LEASE_SECONDS * GIVEN_UP
 
 
 class Clock:
@@ -94,6 +98,25 @@ async def test_the_second_one_need_not_wait_when_the_first_gives_back(clock: Clo
     await two.acquire()
     assert clock.now == before
     assert holder(api) == "two"
+
+
+@pytest.mark.parametrize("seconds", [3, 60])
+async def test_how_long_a_lease_holds_may_be_chosen(clock: Clock, seconds: int) -> None:
+    """Who waits goes by what is written in the lease, whatever it was told itself."""
+    api = FakeApi()
+    one = Leader(api, "system", "operator", "one", clock, lasts=seconds)
+    await one.acquire()
+    died = clock.now
+    await candidate(api, clock, "two").acquire()
+    assert seconds <= clock.now - died < seconds + LEASE_SECONDS * RENEWED * 2
+    three = Leader(api, "system", "operator", "three", clock, lasts=seconds)
+    api.objects.clear()
+    await three.acquire()
+    api.refusal = ApiError(503, "", "the API server is away")
+    away = clock.now
+    with pytest.raises(LostLease):
+        await three.hold()
+    assert clock.now - away < seconds
 
 
 async def test_who_waits_is_told_by_a_watch_that_the_lease_is_given_back(
@@ -197,3 +220,13 @@ async def test_who_was_frozen_writes_nothing_before_it_knows_that_it_still_leads
 async def test_who_does_not_lead_may_not_write(clock: Clock) -> None:
     with pytest.raises(LostLease):
         candidate(FakeApi(), clock, "one").check()
+
+
+@pytest.mark.parametrize("text", ["2", "601", "-5", "soon", "1.5"])
+def test_a_time_that_no_lease_can_have_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--lease-seconds={text}"])
+    assert f"{text!r} is not a number of seconds from 3 to 600" in capsys.readouterr().err
+    assert parser.parse_args([]).lease_seconds == LEASE_SECONDS

@@ -15,12 +15,12 @@ from tandem.kube import resources as kinds
 from tandem.kube.reflector import Source
 from tandem.operator.control.owned import MANAGER
 
-LEASE_SECONDS = 15.0
+LEASE_SECONDS = 15
 """How long a lease holds without being renewed."""
-RENEW_SECONDS = 3.0
-"""Between two renewals."""
-GIVE_UP_SECONDS = 10.0
-"""A holder that could not renew for so long stops before another may begin."""
+RENEWED = 1 / 5
+"""The part of that between two renewals."""
+GIVEN_UP = 2 / 3
+"""The part after which a holder that could not renew stops, before another may begin."""
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,13 @@ class Leader:
         name: str,
         identity: str,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        lasts: int = LEASE_SECONDS,
     ) -> None:
+        """`lasts`: seconds, see LEASE_SECONDS."""
         self._client = client
+        self._lasts = lasts
+        self._renew, self._give_up = lasts * RENEWED, lasts * GIVEN_UP
         self._namespace, self._name = namespace, name
         self._identity = identity
         self._clock = clock
@@ -85,7 +90,7 @@ class Leader:
     async def _pause(self) -> None:
         """Until the next look at a lease that may have run out, or at once when it is free."""
         waits: list[asyncio.Task[Any]] = [
-            asyncio.create_task(asyncio.sleep(RENEW_SECONDS * random.uniform(0.8, 1.2))),
+            asyncio.create_task(asyncio.sleep(self._renew * random.uniform(0.8, 1.2))),
             asyncio.create_task(self._free.wait()),
         ]
         try:
@@ -99,10 +104,10 @@ class Leader:
         """Renews until it cannot. Raises LostLease."""
         try:
             while True:
-                await asyncio.sleep(RENEW_SECONDS)
+                await asyncio.sleep(self._renew)
                 if await self._attempt():
                     continue
-                if self._taken or self._clock() - self._renewed > GIVE_UP_SECONDS:
+                if self._taken or self._clock() - self._renewed > self._give_up:
                     raise LostLease(f"lease {self._namespace}/{self._name} is lost")
         finally:
             self.leads = False
@@ -110,7 +115,7 @@ class Leader:
     def check(self) -> None:
         """Raises LostLease where the lease may have run out: a process that was frozen and goes on does not
         know it before it has asked."""
-        if not self.leads or self._clock() - self._renewed > GIVE_UP_SECONDS:
+        if not self.leads or self._clock() - self._renewed > self._give_up:
             raise LostLease(f"lease {self._namespace}/{self._name} may be another's: nothing is written")
 
     async def release(self) -> None:
@@ -132,7 +137,7 @@ class Leader:
     async def _attempt(self) -> bool:
         """Take the lease, or renew it; False where another holds it or the API server does not answer."""
         try:
-            async with asyncio.timeout(GIVE_UP_SECONDS / 2):
+            async with asyncio.timeout(self._give_up / 2):
                 return await self._take()
         except ApiError as error:
             if not error.conflict:
@@ -160,7 +165,7 @@ class Leader:
             if record != self._seen[0]:
                 self._seen = record, asked
             holder = spec.get("holderIdentity")
-            lasts = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+            lasts = float(spec.get("leaseDurationSeconds") or self._lasts)
             if holder not in ("", None, self._identity) and asked - self._seen[1] < lasts:
                 return False
             lease["spec"] = spec | self._record(spec)
@@ -172,7 +177,7 @@ class Leader:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         record: Object = {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": int(LEASE_SECONDS),
+            "leaseDurationSeconds": self._lasts,
             "renewTime": now,
         }
         if before.get("holderIdentity") != self._identity:

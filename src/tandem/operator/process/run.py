@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tandem.kube import Client, KubeError, connect
 from tandem.operator.process.alone import check_alone
-from tandem.operator.process.leader import Leader, LostLease
+from tandem.operator.process.leader import LEASE_SECONDS, Leader, LostLease
 from tandem.operator.process.loop import Loop
 from tandem.operator.process.metrics import Metrics
 from tandem.operator.process.serving import health_app, metrics_app, serving, tls_context, webhook_app
@@ -46,6 +46,8 @@ class OperatorConfig:
     kubeconfig: Path | None = None
     context: str | None = None
     leader_elect: bool = True
+    lease_seconds: int = LEASE_SECONDS
+    """After so long another takes over from one that has died."""
     take_over: bool = False
     host: str | None = None
     """Where it listens; None: on all addresses."""
@@ -121,7 +123,8 @@ class _Operator:
 
     async def _lead(self, namespace: str) -> None:
         """Works while it holds the lease. Without it, it stands by: its webhooks are served all the time."""
-        leader = Leader(self._client, namespace, LEASE, self._config.identity)
+        config = self._config
+        leader = Leader(self._client, namespace, LEASE, config.identity, lasts=config.lease_seconds)
         while True:
             await leader.acquire()
             try:
