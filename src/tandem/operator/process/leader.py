@@ -81,7 +81,8 @@ class Leader:
 
     def _lease(self) -> Reflector:
         def changed(_: Object | None, after: Object | None) -> None:
-            if after is None or not after.get("spec", {}).get("holderIdentity"):
+            # One that someone deletes is not given back: its holder makes it anew.
+            if after is not None and not after.get("spec", {}).get("holderIdentity"):
                 self._free.set()
 
         fields = f"metadata.name={self._name}"
