@@ -60,7 +60,8 @@ class Operator:
 
     def _metrics(self, pod: Object) -> str:
         with suppress(httpx.HTTPError, KeyError):
-            return self.cluster.http.get(f"http://{pod['status']['podIP']}:{METRICS}/metrics").text
+            url = f"http://{pod['status']['podIP']}:{METRICS}/metrics"
+            return self.cluster.http.get(url, timeout=5).text  # who has ended does not refuse
         return ""
 
     def leads(self) -> bool:

@@ -27,8 +27,14 @@ def threshold(endpoint: Managed) -> str:
     return lines[-1].partition("threshold=")[2].partition(",")[0]
 
 
-def test_at_rest_the_lease_is_renewed_and_nothing_else_is_asked(pair: Managed, operator: Operator) -> None:
+def test_over_what_kv_goes_is_told_from_what_engines_log(pair: Managed) -> None:
+    def told() -> bool:
+        return pair.status().get("transfer", {}).get("transport") == "TCP (tcp/eth0)"
 
+    pair.cluster.wait_for("the transport", told)
+
+
+def test_at_rest_the_lease_is_renewed_and_nothing_else_is_asked(pair: Managed, operator: Operator) -> None:
     def rests() -> bool:
         """A GET and a PUT for each renewal. Watches are opened again each five minutes, so not always."""
         with watching(pair.cluster, LEASES, fieldSelector=f"metadata.name={LEASE}") as seen:

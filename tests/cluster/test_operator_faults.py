@@ -56,14 +56,14 @@ def test_of_two_operators_one_leads_and_when_it_goes_another_at_once(
     try:
         cluster.wait_for("two operators", lambda: operator.ready(2), 90)
         first = operator.holder()
-        assert leading() == [first]
+        cluster.wait_for("its own word", lambda: leading() == [first])
         with watching(cluster, LEASES, fieldSelector=f"metadata.name={LEASE}") as lease:
             cluster.kubectl("delete", "pod", first, "-n", SYSTEM, "--wait=false")
             # Given back, it is taken long before it would run out.
             cluster.wait_for("another leader", lambda: leading() not in ([], [first]), float(LEASE_SECONDS))
             cluster.wait_for("two operators", lambda: leading() and operator.ready(2), 90)
             second = operator.holder()
-            assert leading() == [second]
+            cluster.wait_for("its own word", lambda: leading() == [second])
             cluster.wait_for("the watch", lambda: second in lease.values(holder))
         assert lease.values(holder) == [first, "", second]
         assert max(map(len, looks)) == 1
