@@ -20,7 +20,8 @@ DEPLOY = HERE.parents[1] / "deploy"
 OPERATOR = "hyperpod-inference-operator-controller-manager"
 GROUP = "inference.sagemaker.aws.amazon.com"
 ENDPOINTS = f"/apis/{GROUP}/v1/inferenceendpointconfigs"
-LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/tandem-operator"
+LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases"
+LEASE = "tandem-operator"
 METRICS = 8080
 
 
@@ -33,10 +34,13 @@ class Operator:
     def install(self, *words: str) -> str:
         return self.cluster.kubectl("apply", *words, "-k", str(DEPLOY))
 
+    def every_pod(self) -> list[Object]:
+        """Also those that are ending."""
+        return self.cluster.pods(SYSTEM, "app.kubernetes.io/component=operator")
+
     def pods(self) -> list[Object]:
         """Without those that are ending."""
-        found = self.cluster.pods(SYSTEM, "app.kubernetes.io/component=operator")
-        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in self.every_pod() if "deletionTimestamp" not in pod["metadata"]]
 
     def ready(self, count: int = 1) -> bool:
         pods = self.pods()
@@ -44,8 +48,21 @@ class Operator:
 
     def holder(self) -> str:
         """The name of the pod that leads; empty where none does."""
-        lease = self.cluster.get(LEASE) or {"spec": {}}
-        return str(lease["spec"].get("holderIdentity") or "").rpartition("-")[0]
+        return holder(self.cluster.get(f"{LEASES}/{LEASE}") or {"spec": {}})
+
+    def leading(self) -> list[str]:
+        """The names of pods that say of themselves that they lead, of those that answer."""
+        return [
+            pod["metadata"]["name"]
+            for pod in self.every_pod()
+            if "tandem_operator_leads 1.0" in self._metrics(pod)
+        ]
+
+    def _metrics(self, pod: Object) -> str:
+        with suppress(httpx.HTTPError, KeyError):
+            url = f"http://{pod['status']['podIP']}:{METRICS}/metrics"
+            return self.cluster.http.get(url, timeout=5).text  # who has ended does not refuse
+        return ""
 
     def leads(self) -> bool:
         """Whether the one pod that there is leads."""
@@ -54,10 +71,15 @@ class Operator:
     def requests(self) -> float:
         """To the API server so far, of all verbs, by the pod that leads."""
         (pod,) = [pod for pod in self.pods() if pod["metadata"]["name"] == self.holder()]
-        page = self.cluster.http.get(f"http://{pod['status']['podIP']}:{METRICS}/metrics").text
+        page = self._metrics(pod)
         lines = [line for line in page.splitlines() if line.startswith("tandem_operator_requests_total{")]
         assert lines, page
         return sum(float(line.split()[1]) for line in lines)
+
+
+def holder(lease: Object) -> str:
+    """The name of the pod that a lease names; empty where it names none."""
+    return str(lease["spec"].get("holderIdentity") or "").rpartition("-")[0]
 
 
 @dataclass

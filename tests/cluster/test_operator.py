@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tandem.operator.names import WEBHOOK
+
 from .endpoint import LONG, SYSTEM, manifest
 from .kube import Cluster, ready
-from .operating import ENDPOINTS, GROUP, Managed, Operator, furnish, watching
+from .operating import DEPLOY, ENDPOINTS, GROUP, Managed, Operator, furnish, watching
 
 TRANSCRIPT = "TANDEM_TEST_TRANSCRIPT"
 """Names a file for what HyperPod's commands print."""
@@ -69,6 +71,18 @@ def test_installing_again_changes_nothing(operator: Operator) -> None:
         assert after["spec"]["conversion"]["strategy"] == "Webhook"
         assert operator.ready()
         assert operator.leads()
+
+
+def test_a_webhook_that_is_replaced_has_its_certificate_again_within_seconds(operator: Operator) -> None:
+    """Without it, mistakes are told by nobody but the status."""
+    cluster = operator.cluster
+
+    def trusted() -> bool:
+        return all("caBundle" in hook["clientConfig"] for hook in cluster.get(HOOKS)["webhooks"])
+
+    cluster.wait_for("the certificate", trusted)
+    cluster.kubectl("replace", "-f", str(DEPLOY / "webhook.yaml"))
+    cluster.wait_for("the certificate", trusted, 10)
 
 
 def test_an_endpoint_becomes_complete_state_by_state(guided: Managed) -> None:
@@ -180,4 +194,5 @@ ROUTED = (
     rf"\[INFO\] Routing request \S+ to decoder {URL} at {NUMBER}, process time = {NUMBER}",
 )
 PLURAL = "inferenceendpointconfigs"
+HOOKS = f"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/{WEBHOOK}"
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

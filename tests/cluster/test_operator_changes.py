@@ -10,7 +10,7 @@ import pytest
 from .endpoint import LONG, SHORT, SYSTEM
 from .kube import Cluster
 from .load import load
-from .operating import LEASE, Managed, Operator, nixl_pair, watching
+from .operating import LEASE, LEASES, Managed, Operator, nixl_pair, watching
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,17 @@ def threshold(endpoint: Managed) -> str:
     return lines[-1].partition("threshold=")[2].partition(",")[0]
 
 
-def test_at_rest_the_lease_is_renewed_and_nothing_else_is_asked(pair: Managed, operator: Operator) -> None:
-    lease = {"fieldSelector": f"metadata.name={LEASE.rpartition('/')[2]}"}
+def test_over_what_kv_goes_is_told_from_what_engines_log(pair: Managed) -> None:
+    def told() -> bool:
+        return pair.status().get("transfer", {}).get("transport") == "TCP (tcp/eth0)"
 
+    pair.cluster.wait_for("the transport", told)
+
+
+def test_at_rest_the_lease_is_renewed_and_nothing_else_is_asked(pair: Managed, operator: Operator) -> None:
     def rests() -> bool:
         """A GET and a PUT for each renewal. Watches are opened again each five minutes, so not always."""
-        with watching(pair.cluster, LEASE.rpartition("/")[0], **lease) as seen:
+        with watching(pair.cluster, LEASES, fieldSelector=f"metadata.name={LEASE}") as seen:
             pair.cluster.wait_for("a renewal", lambda: len(seen.objects) > 1)
             first, before = len(seen.objects), operator.requests()
             pair.cluster.wait_for("three renewals", lambda: len(seen.objects) >= first + 3)

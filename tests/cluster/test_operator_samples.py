@@ -19,13 +19,23 @@ from .operating import OPERATOR, Managed, Operator, managed
 SAMPLES = HERE.parent / "operator/manifests"
 IMAGES = ("public.ecr.aws/deep-learning-containers/vllm:server-hyperpod-cuda-v1.1",)
 
+INSTANCE = "takes nodes with node.kubernetes.io/instance-type=ml"
 LACKS = {
     "dpd-s3": {
         "ModelSource": ("CsiDriverMissing", "s3.csi.aws.com"),
-        "PrefillReady": ("Unschedulable", "node"),
+        "PrefillReady": (
+            "Unschedulable",
+            "takes nodes with pool=prefill and node.kubernetes.io/instance-type",
+        ),
     },
-    "dpd-huggingface": {"PrefillReady": ("Unschedulable", "node"), "DecodeReady": ("Unschedulable", "node")},
-    "dpd-nvme": {"PrefillReady": ("Unschedulable", "node"), "DecodeReady": ("Unschedulable", "node")},
+    "dpd-huggingface": {
+        "PrefillReady": ("Unschedulable", f"{INSTANCE}.p5en.48xlarge"),
+        "DecodeReady": ("Unschedulable", f"{INSTANCE}.p5en.48xlarge"),
+    },
+    "dpd-nvme": {
+        "PrefillReady": ("Unschedulable", f"{INSTANCE}.p5.48xlarge"),
+        "DecodeReady": ("Unschedulable", f"{INSTANCE}.p5.48xlarge"),
+    },
     "colocated-routing": {
         "Ready": ("Invalid", "spec.modelSourceConfig.fsxStorage.dnsName: is needed"),
         "Validated": ("Invalid", "give it, or the AWS region"),
@@ -112,7 +122,7 @@ def test_with_this_clusters_weights_they_serve(
             label = f"node.kubernetes.io/instance-type={kind}"
             cluster.kubectl("label", "nodes", "--all", "--overwrite", label, "pool=prefill")
             made.append(stack.enter_context(managed(cluster, resource, model)))
-            count = {"dpd-s3": 3, "colocated-routing": 1}.get(name, 2)  # nobody adds any without KEDA
+            count = {"dpd-s3": 3}.get(name, 2)
             cluster.wait_for("its pods placed", lambda e=made[-1], n=count: _placed(e) >= n)
         for endpoint in made:
             cluster.wait_for(f"{endpoint.name} in use", lambda e=endpoint: e.complete() and e.in_use(), 90)
@@ -120,6 +130,7 @@ def test_with_this_clusters_weights_they_serve(
             assert (short.status_code, long.status_code) == (200, 200), (short.text, long.text)
             if "pdSpec" in endpoint.resource["spec"]:
                 assert "prefill time" in "".join(endpoint.routed(long))
+                assert endpoint.status()["transfer"]["connector"] == "lmcache", "as with HyperPod"
             else:
                 assert endpoint.condition("Autoscaling")["reason"] == "KedaMissing"
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tandem.operator.names import ZONE_LABEL
+
+from .conftest import NODE_LABELS
 from .endpoint import manifest
 from .kube import Cluster, Object
 from .operating import ENDPOINTS, Managed, Operator, Seen, has_room, managed, watching
@@ -138,26 +141,25 @@ def test_a_secret_that_is_missing_is_no_failed_download(faulty: tuple[dict[str, 
     assert "HuggingFaceDownloadFailed" not in reasons
 
 
-def test_a_pull_that_fails_again_and_again_is_one_trouble(
-    cluster: Cluster, faulty: tuple[dict[str, Managed], Seen]
+def test_nodes_without_a_zone_are_told_and_take_the_pods_once_they_have_one(
+    cluster: Cluster, operator: Operator, model: Path
 ) -> None:
-    endpoints, seen = faulty
-    (pod,) = endpoints["fetched"].pods("prefill")
-    of_pod = f"involvedObject.name={pod['metadata']['name']}"
+    """sameAZ is the default, and a cluster of one's own may have no zones."""
+    cluster.kubectl("label", "nodes", "--all", f"{ZONE_LABEL}-")
+    try:
+        resource = endpoint("zoneless", {"modelSourceType": "kubernetesVolume"}, {}, {})
+        resource["spec"]["kubernetes"]["volumes"] = [{"name": "model-weights", "emptyDir": {}}]
+        with managed(cluster, resource, model) as made:
 
-    def pulls() -> int:
-        events = cluster.get(f"/api/v1/namespaces/{NAMESPACE}/events", fieldSelector=of_pod)["items"]
-        return sum(e.get("count") or 1 for e in events if e["message"].startswith("Failed to pull image"))
+            def told() -> bool:
+                ready = made.condition("PrefillReady")
+                return ready.get("reason") == "Unschedulable" and f"label {ZONE_LABEL}" in ready["message"]
 
-    cluster.wait_for("three pulls", lambda: pulls() >= 3)
-    told = [
-        (c["reason"], c["message"])
-        for found in seen.objects
-        if found["metadata"]["name"] == "fetched"
-        for c in found.get("status", {}).get("conditions", ())
-        if c["type"] == "PrefillReady" and c["reason"] not in ("Starting", "Pending")
-    ]
-    assert len(set(told)) == 1, set(told)
+            cluster.wait_for("the label", told)
+            cluster.kubectl("label", "nodes", "--all", f"{ZONE_LABEL}={NODE_LABELS[ZONE_LABEL]}")
+            cluster.wait_for("a node", lambda: all(p["spec"].get("nodeName") for p in made.pods("prefill")))
+    finally:
+        cluster.kubectl("label", "nodes", "--all", "--overwrite", f"{ZONE_LABEL}={NODE_LABELS[ZONE_LABEL]}")
 
 
 def test_what_is_mended_is_told(cluster: Cluster, faulty: tuple[dict[str, Managed], Seen]) -> None:
@@ -175,3 +177,25 @@ def test_what_is_mended_is_told(cluster: Cluster, faulty: tuple[dict[str, Manage
         )
     finally:
         cluster.kubectl("delete", "csidriver", "s3.csi.aws.com")
+
+
+def test_a_pull_that_fails_again_and_again_is_one_trouble(
+    cluster: Cluster, faulty: tuple[dict[str, Managed], Seen]
+) -> None:
+    endpoints, seen = faulty
+    (pod,) = endpoints["fetched"].pods("prefill")
+    of_pod = f"involvedObject.name={pod['metadata']['name']}"
+
+    def pulls() -> int:
+        events = cluster.get(f"/api/v1/namespaces/{NAMESPACE}/events", fieldSelector=of_pod)["items"]
+        return sum(e.get("count") or 1 for e in events if e["message"].startswith("Failed to pull image"))
+
+    cluster.wait_for("another pull", lambda: pulls() >= 2)
+    told = [
+        (c["reason"], c["message"])
+        for found in seen.objects
+        if found["metadata"]["name"] == "fetched"
+        for c in found.get("status", {}).get("conditions", ())
+        if c["type"] == "PrefillReady" and c["reason"] not in ("Starting", "Pending")
+    ]
+    assert len(set(told)) == 1, set(told)

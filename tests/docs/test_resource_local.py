@@ -48,7 +48,7 @@ def bases(model: Path) -> tuple[Manifest, ...]:
     volume = changed("dpd-nvme", {"spec.instanceType": ..., **another})
     volume["spec"]["kubernetes"]["volumes"][0]["hostPath"] = {"path": str(model)}
     hub = {"modelSourceType": "huggingface", "huggingFaceModel": {"modelId": MODEL_ID}}
-    builtin = changed("dpd-huggingface", {"spec.modelSourceConfig": hub, "spec.worker.args": []})
+    builtin = changed("dpd-nixl", {"spec.modelSourceConfig": hub, "spec.worker.args": []})
     for base in (volume, builtin):
         base["spec"]["worker"]["image"] = "vllm:1"
     return volume, builtin

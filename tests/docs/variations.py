@@ -84,9 +84,9 @@ _TEXTS = (
 
 BASES: dict[str, Manifest] = {
     "lmcache, s3": changed("dpd-s3", {"spec.kvCacheSpec": {"enableL2Cache": True}}),
-    "nixl, hugging face": changed("dpd-huggingface", {}),
+    "nixl, hugging face": changed("dpd-nixl", {}),
     "nixl, downloaded by the engine": changed(
-        "dpd-huggingface",
+        "dpd-nixl",
         {
             "spec.modelSourceConfig.prefetchEnabled": False,
             "spec.worker.args": ["--tensor-parallel-size", "8"],
@@ -223,7 +223,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
         _COLOCATED,
         {"spec.intelligentRoutingSpec": {"routingStrategy": "session"}},
     ),
-    (_CACHE, "IEC520"): ("dpd-huggingface", {_CACHE: {"enableL1Cache": True}}),
+    (_CACHE, "IEC520"): ("dpd-nixl", {_CACHE: {"enableL1Cache": True}}),
     (f"{_CACHE}.enableL1Cache", "IEC509"): (_PD, {_CACHE: {"enableL1Cache": True, "cacheConfigFile": "/f"}}),
     (f"{_CACHE}.enableL2Cache", "IEC507"): (_PD, {_CACHE: {"enableL2Cache": True}}),
     (f"{_CACHE}.enableL2Cache", "IEC508"): (
@@ -231,7 +231,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
         {_CACHE: {"enableL1Cache": False, "enableL2Cache": True, "l2CacheSpec": _L2}},
     ),
     (f"{_CACHE}.l2CacheSpec", "IEC508"): (_PD, {_CACHE: {"l2CacheSpec": _L2}}),
-    (f"{_SOURCE}.modelLocation", "IEC511"): ("dpd-huggingface", {f"{_SOURCE}.modelLocation": "x"}),
+    (f"{_SOURCE}.modelLocation", "IEC511"): ("dpd-nixl", {f"{_SOURCE}.modelLocation": "x"}),
     (f"{_SOURCE}.prefetchEnabled", "IEC511"): ("dpd-nvme", {f"{_SOURCE}.prefetchEnabled": True}),
     (f"{_SOURCE}.s3Storage", "IEC511"): (
         "dpd-nvme",
@@ -240,7 +240,7 @@ WITHOUT_EFFECT: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     (f"{_SOURCE}.fsxStorage", "IEC511"): (_PD, {f"{_SOURCE}.fsxStorage": {"fileSystemId": "fs-1"}}),
     (f"{_SOURCE}.huggingFaceModel", "IEC511"): (_PD, {f"{_SOURCE}.huggingFaceModel": {"modelId": "a/b"}}),
     (f"{_SOURCE}.huggingFaceModel.tokenSecretRef", "IEC512"): (
-        "dpd-huggingface",
+        "dpd-nixl",
         {f"{_SOURCE}.prefetchEnabled": False},
     ),
     ("spec.worker.requestLimits", "IEC510"): (_PD, {"spec.worker.requestLimits": {"maxQueueSize": 4}}),

@@ -184,10 +184,17 @@ def test_a_plain_pair_is_fine() -> None:
         ({"args": ["--host", "0.0.0.0", "--seed", "$$(X)"]}, []),
         ({"args": ["--uds", "/tmp/s"]}, [("IEC408", "spec.worker.args[0]")]),
         ({"spec": {"pdSpec": None}, "args": ["--uds", "/tmp/s"]}, []),
-        # The buffer is LMCache's; with NIXL it may be anything.
+        # The buffer is LMCache's, and tells that it is there; where flags name NIXL it may be anything.
         (
             {"environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "8Gi"}]},
-            [("IEC518", "spec.worker.environmentVariables[0]")],
+            [("IEC232", "spec.worker.environmentVariables[0]")],
+        ),
+        (
+            {
+                "environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "8Gi"}],
+                "args": ["--kv-transfer-config", '{"kv_connector":"NixlConnector"}'],
+            },
+            [("IEC519", "spec.worker.args[0]"), ("IEC518", "spec.worker.environmentVariables[0]")],
         ),
         # GPUs: two data-parallel ranks of one GPU each
         ({"args": ["-dp", "2"]}, [("IEC405", "spec.worker.args[0]")] * 2),

@@ -15,6 +15,9 @@ from tandem.engine.kv_transfer import CONNECTORS, Accelerator
 from .endpoints import endpoint
 
 LMCACHE_IMAGE = "lmcache/vllm-openai:v0.4.3"
+HYPERPOD_IMAGE = "public.ecr.aws/deep-learning-containers/vllm:server-hyperpod-cuda-v1.1"
+BUFFER = {"name": "PD_BUFFER_SIZE", "value": "8589934592"}
+SEED = {"name": "PYTHONHASHSEED", "value": "0"}
 LMCACHE_ARGS = ["--kv-transfer-config", '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_producer"}']
 
 
@@ -28,12 +31,37 @@ def test_nixl_is_chosen_and_the_choice_has_a_reason(annotations: dict[str, str])
 
 @pytest.mark.parametrize(
     ("resource", "why"),
-    [({"image": LMCACHE_IMAGE}, LMCACHE_IMAGE), ({"prefill_args": LMCACHE_ARGS}, "--kv-transfer-config")],
+    [
+        ({"image": LMCACHE_IMAGE}, LMCACHE_IMAGE),
+        ({"prefill_args": LMCACHE_ARGS}, "--kv-transfer-config"),
+        ({"image": HYPERPOD_IMAGE, "env": [BUFFER, SEED]}, "the variable PD_BUFFER_SIZE"),
+        (
+            {"env": [SEED, {"name": "LMCACHE_SAVE_DECODE_CACHE", "value": "False"}]},
+            "LMCACHE_SAVE_DECODE_CACHE",
+        ),
+        ({"annotations": {"tandem.dev/decode-env": json.dumps([BUFFER])}}, "the variable PD_BUFFER_SIZE"),
+    ],
+    ids=["image", "flags", "HyperPod's guide", "another variable", "a role's variable"],
 )
-def test_lmcache_is_chosen_where_the_image_or_the_flags_carry_it(resource: dict[str, Any], why: str) -> None:
+def test_lmcache_is_chosen_where_the_resource_tells_that_engines_have_it(
+    resource: dict[str, Any], why: str
+) -> None:
     choice = choose_connector(endpoint(**resource))
     assert (choice.name, choice.asked) == ("lmcache", False)
     assert why in choice.reason
+
+
+@pytest.mark.parametrize(
+    "resource",
+    [
+        {"image": HYPERPOD_IMAGE, "env": [SEED]},
+        {"env": [{"name": "NOT_LMCACHE_S", "value": "x"}]},
+        {"env": [BUFFER], "args": ["--kv-transfer-config", '{"kv_connector":"NixlConnector"}']},
+    ],
+    ids=["a hash seed", "a name like it", "left beside flags of another connector"],
+)
+def test_what_other_engines_may_have_too_tells_nothing_of_lmcache(resource: dict[str, Any]) -> None:
+    assert choose_connector(endpoint(**resource)).name == "nixl"
 
 
 @pytest.mark.parametrize("name", CONNECTORS)

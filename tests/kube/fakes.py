@@ -65,6 +65,7 @@ class Api:
         namespace: str | None = None,
         *,
         labels: str = "",
+        fields: str = "",
         metadata_only: bool = False,
     ) -> Listing:
         self.asked.append("list")
@@ -82,6 +83,7 @@ class Api:
         *,
         version: str,
         labels: str = "",
+        fields: str = "",
         metadata_only: bool = False,
     ) -> AsyncIterator[tuple[str, Object]]:
         self.asked.append(f"watch {version}")

@@ -101,6 +101,16 @@ async def test_a_watch_tells_each_change_after_its_version(client: Client, names
     ]
 
 
+async def test_a_watch_of_one_name_tells_of_no_other(client: Client, namespace: str) -> None:
+    since = (await client.list(CONFIG_MAP, namespace)).version
+    await client.create(config_map(namespace, "another"), CONFIG_MAP, manager=ME)
+    await client.create(config_map(namespace, "mine"), CONFIG_MAP, manager=ME)
+    async with aclosing(
+        client.watch(CONFIG_MAP, namespace, version=since, fields="metadata.name=mine")  # type: ignore[type-var]
+    ) as watch:
+        assert [await anext(watch) for _ in range(2)][1][1]["metadata"]["name"] == "mine"
+
+
 async def test_applying_the_same_again_writes_nothing(client: Client, namespace: str) -> None:
     desired = config_map(namespace, data={"k": "v"})
     first = await client.apply(desired, CONFIG_MAP, manager=ME)

@@ -1,4 +1,5 @@
-"""The four manifests whose objects are kept as golden files, and variants of them."""
+"""The manifests whose objects are kept as golden files, and variants of them: HyperPod's four samples, and
+one whose KV goes by NIXL."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tandem.operator import Rendering, Settings, render
 from tandem.operator.plan import Plan, plan
 
 HERE = Path(__file__).parent
-NAMES = ("dpd-s3", "dpd-huggingface", "dpd-nvme", "colocated-routing")
+NAMES = ("dpd-s3", "dpd-huggingface", "dpd-nvme", "dpd-nixl", "colocated-routing")
 SETTINGS = Settings(
     router_image="registry.example/tandem/router:1.0",
     proxy_image="registry.example/nginx-unprivileged:1.29",
@@ -60,7 +61,7 @@ def rendered(name: str, changes: Mapping[str, Any] | None = None, settings: Sett
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in NAMES},
-    "kvaware": ("dpd-huggingface", {"spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"}}),
+    "kvaware": ("dpd-nixl", {"spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"}}),
     "kvaware lmcache": ("dpd-s3", {"spec.intelligentRoutingSpec.routingStrategy": "kvaware"}),
     "kvaware colocated": (
         "colocated-routing",
@@ -70,14 +71,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "without metrics": ("dpd-s3", {"spec.metrics": {"enabled": False}}),
     "prefetched from s3": ("dpd-s3", {"spec.modelSourceConfig.prefetchEnabled": True}),
     "downloaded by the engine": (
-        "dpd-huggingface",
+        "dpd-nixl",
         {
             "spec.modelSourceConfig.prefetchEnabled": False,
             "spec.worker.args": ["--model", "meta-llama/Llama-3.3-70B-Instruct", "--max-model-len", "8k"],
         },
     ),
     "without EFA": (
-        "dpd-huggingface",
+        "dpd-nixl",
         {"spec.instanceType": ..., "spec.instanceTypes": ["ml.g6e.48xlarge", "ml.p5.48xlarge"]},
     ),
     "a node affinity of its own": (
@@ -103,7 +104,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"spec.worker.requestLimits": {"maxConcurrentRequests": 8, "maxQueueSize": 4}},
     ),
     "scaled roles": (
-        "dpd-huggingface",
+        "dpd-nixl",
         {
             "spec.pdSpec.autoScalingSpec": {
                 "prefillAutoScaling": {
@@ -136,7 +137,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "extensions by role": (
-        "dpd-huggingface",
+        "dpd-nixl",
         {
             "metadata.annotations": {
                 "tandem.dev/prefill-image": "registry.example/vllm:prefill",

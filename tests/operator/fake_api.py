@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from typing import Any
 
 from tandem.kube import ApiError, Key, Object, Resource, key_of
+from tandem.kube.client import Listing
 
 
 class FakeApi:
@@ -20,6 +24,7 @@ class FakeApi:
         self.unchangeable: str | None = None
         """While it is set, what the server says to each change of an object that is there."""
         self._versions = itertools.count(1)
+        self._watches: dict[Resource, list[asyncio.Queue[Object]]] = defaultdict(list)
 
     def seen(self, resource: Resource) -> dict[Key, Object]:
         """As a watch that is up to date shows them."""
@@ -28,7 +33,7 @@ class FakeApi:
     def edit(self, resource: Resource, key: Key, **fields: Any) -> None:
         """By someone else."""
         found = self.objects[resource, key]
-        self.objects[resource, key] = self._kept({**found, **fields}, found)
+        self._store(resource, key, self._kept({**found, **fields}, found))
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
         self._called("get", resource, name)
@@ -38,10 +43,13 @@ class FakeApi:
         self._called("apply", resource, desired["metadata"]["name"])
         key = key_of(desired)
         before = self.objects.get((resource, key))
+        version = desired["metadata"].get("resourceVersion")
+        if version is not None and (before is None or before["metadata"]["resourceVersion"] != version):
+            raise ApiError(409, "Conflict", "the object has been modified")
         made = self._kept({**(before or {}), **copy.deepcopy(desired)}, before)
         if self.unchangeable is not None and before is not None and made is not before:
             raise ApiError(422, "Invalid", self.unchangeable)
-        self.objects[resource, key] = made
+        self._store(resource, key, made)
         return copy.deepcopy(made)
 
     async def create(self, made: Object, resource: Resource, *, manager: str) -> Object:
@@ -49,7 +57,7 @@ class FakeApi:
         key = key_of(made)
         if (resource, key) in self.objects:
             raise ApiError(409, "AlreadyExists", f"{made['metadata']['name']} already exists")
-        self.objects[resource, key] = self._kept(copy.deepcopy(made), None)
+        self._store(resource, key, self._kept(copy.deepcopy(made), None))
         return copy.deepcopy(self.objects[resource, key])
 
     async def replace(self, made: Object, resource: Resource, *, manager: str) -> Object:
@@ -59,7 +67,7 @@ class FakeApi:
             raise ApiError(404, "NotFound", "not found")
         if before["metadata"]["resourceVersion"] != made["metadata"]["resourceVersion"]:
             raise ApiError(409, "Conflict", "the object has been modified")
-        self.objects[resource, key_of(made)] = self._kept(copy.deepcopy(made), before)
+        self._store(resource, key_of(made), self._kept(copy.deepcopy(made), before))
         return copy.deepcopy(self.objects[resource, key_of(made)])
 
     async def delete(
@@ -69,6 +77,28 @@ class FakeApi:
         found = self.objects.get((resource, (namespace or "", name)))
         if found is not None and uid in (None, found["metadata"]["uid"]):
             del self.objects[resource, (namespace or "", name)]
+
+    async def list(
+        self, resource: Resource, namespace: str | None = None, **_: Any
+    ) -> Listing:  # whatever the selectors say
+        self._called("list", resource, "")
+        return Listing(copy.deepcopy(list(self.seen(resource).values())), "0")
+
+    async def watch(
+        self, resource: Resource, namespace: str | None = None, **_: Any
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """Changes from now on; that an object is deleted is not told."""
+        self._called("watch", resource, "")
+        changes: asyncio.Queue[Object] = asyncio.Queue()
+        self._watches[resource].append(changes)
+        yield "OPEN", {}
+        while True:
+            yield "MODIFIED", await changes.get()
+
+    def _store(self, resource: Resource, key: Key, made: Object) -> None:
+        self.objects[resource, key] = made
+        for changes in self._watches[resource]:
+            changes.put_nowait(copy.deepcopy(made))
 
     def _called(self, verb: str, resource: Resource, name: str) -> None:
         self.calls.append((verb, resource.kind, name))

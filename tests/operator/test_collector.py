@@ -54,7 +54,7 @@ def validated(otelcol: Path, folder: Path, text: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-huggingface", "colocated-routing"])
+@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-nixl", "colocated-routing"])
 @pytest.mark.parametrize("url", [None, "http://prometheus.monitoring:9090/api/v1/write", AMAZON])
 def test_a_collector_takes_every_configuration(
     otelcol: Path, tmp_path: Path, variant: str, url: str | None

@@ -14,9 +14,10 @@ from tandem.api.crd.definition import LABELS
 from tandem.kube import Resource, resource_of
 from tandem.kube import resources as kinds
 from tandem.operator.control.watches import ENDPOINT, OWNED
+from tandem.operator.names import WEBHOOK
 from tandem.operator.process.alone import HYPERPOD_DEPLOYMENT
 from tandem.operator.process.run import LEASE, OperatorConfig
-from tandem.operator.webhooks.trust import VALIDATE_PATH, WEBHOOK
+from tandem.operator.webhooks.trust import VALIDATE_PATH
 
 from .endpoints import VARIANTS, rendered
 
@@ -111,6 +112,12 @@ def test_of_these_one_by_name_may_be_read_and_written(resource: Resource, name: 
     assert {"update", "patch"} & set(rule["verbs"])
     assert "get" in rule["verbs"]
     assert not may(resource, "get")
+
+
+@pytest.mark.parametrize("resource", [kinds.LEASE, kinds.VALIDATING_WEBHOOK])
+def test_what_others_write_is_watched_by_name(resource: Resource) -> None:
+    (rule,) = [r for r in rights() if resource.plural in r["resources"] and "resourceNames" in r]
+    assert {"list", "watch"} <= set(rule["verbs"])
 
 
 def test_it_is_named_as_hyperpods_so_that_its_guide_finds_it() -> None:

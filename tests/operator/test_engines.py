@@ -48,14 +48,16 @@ def test_a_roles_flags_are_its_own(vllm_parse: Parse) -> None:
 
 def test_nixl_is_the_connector_where_no_lmcache_is(vllm_parse: Parse) -> None:
     for role, kv_role in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
-        config = parsed(vllm_parse, "dpd-huggingface", role).kv_transfer_config
+        config = parsed(vllm_parse, "dpd-nixl", role).kv_transfer_config
         assert (config.kv_connector, config.kv_role) == ("NixlConnector", kv_role)
         assert config.kv_connector_extra_config["backends"] == ["LIBFABRIC"]
 
 
-def test_lmcache_is_the_connector_where_the_image_carries_it(vllm_parse: Parse) -> None:
+@pytest.mark.parametrize("name", ["dpd-s3", "dpd-huggingface"])
+def test_lmcache_is_the_connector_of_hyperpods_samples(vllm_parse: Parse, name: str) -> None:
+    """One image says by its name that it has LMCache, the other one's variables do."""
     for role, kv_role in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
-        config = parsed(vllm_parse, "dpd-s3", role).kv_transfer_config
+        config = parsed(vllm_parse, name, role).kv_transfer_config
         assert (config.kv_connector, config.kv_role) == ("LMCacheConnectorV1", kv_role)
         assert config.kv_connector_extra_config["discard_partial_chunks"] is False
 
@@ -80,7 +82,7 @@ def test_kvaware_makes_engines_publish_where_the_router_listens(vllm_parse: Pars
 
 def test_a_transfer_configuration_of_its_own_is_replaced_and_told(vllm_parse: Parse) -> None:
     args = ["--model", "/opt/ml/model", "--kv-transfer-config", '{"kv_connector":"MooncakeConnector"}']
-    made = rendered("dpd-huggingface", {"spec.worker.args": args})
+    made = rendered("dpd-nixl", {"spec.worker.args": args})
     config = vllm_parse(engine(made, Role.DECODE)["args"]).kv_transfer_config
     assert config.kv_connector == "NixlConnector"
     assert any("--kv-transfer-config of the decode engines: replaced" in note for note in made.notes)
@@ -106,7 +108,7 @@ CPU_NIXL = (
 def test_of_a_transfer_configuration_for_nixl_an_engines_own_settings_stay(
     vllm_parse: Parse, given: list[str]
 ) -> None:
-    made = rendered("dpd-huggingface", {"spec.worker.args": ["--model", "/opt/ml/model", *given]})
+    made = rendered("dpd-nixl", {"spec.worker.args": ["--model", "/opt/ml/model", *given]})
     for role, kv_role in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
         config = vllm_parse(engine(made, role)["args"]).kv_transfer_config
         assert (config.kv_connector, config.kv_buffer_device) == ("CpuNixlConnector", "cpu")
@@ -124,7 +126,7 @@ def test_of_a_transfer_configuration_for_nixl_an_engines_own_settings_stay(
 )
 def test_settings_for_another_connector_do_not_stay(vllm_parse: Parse, given: str) -> None:
     args = ["--model", "/opt/ml/model", "--kv-transfer-config", given]
-    made = rendered("dpd-huggingface", {"spec.worker.args": args})
+    made = rendered("dpd-nixl", {"spec.worker.args": args})
     config = vllm_parse(engine(made, Role.DECODE)["args"]).kv_transfer_config
     assert "num_threads" not in config.kv_connector_extra_config
 
@@ -132,7 +134,7 @@ def test_settings_for_another_connector_do_not_stay(vllm_parse: Parse, given: st
 def test_a_transfer_configuration_that_cannot_be_read_is_an_error() -> None:
     args = ["--model", "/opt/ml/model", "--kv-transfer-config", "[1]"]
     with pytest.raises(RenderError, match="--kv-transfer-config"):
-        rendered("dpd-huggingface", {"spec.worker.args": args})
+        rendered("dpd-nixl", {"spec.worker.args": args})
 
 
 def test_references_are_left_for_kubernetes_to_fill_in() -> None:
@@ -184,7 +186,7 @@ def test_hashes_agree_between_pods_without_anyones_doing() -> None:
 
 
 def test_efa_comes_with_libfabric_and_its_environment() -> None:
-    with_efa = rendered("dpd-huggingface")
+    with_efa = rendered("dpd-nixl")
     for role in Role:
         found = engine(with_efa, role)
         assert variables(found)["FI_PROVIDER"] == "efa"
@@ -216,7 +218,7 @@ def test_what_the_roles_resources_say_of_efa_counts(
     """Also for what engines are told to log, from which the operator learns over what KV goes."""
     wanted = {"limits": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": count}}
     made = rendered(
-        "dpd-huggingface",
+        "dpd-nixl",
         {"spec.pdSpec.prefillSpec.resources": wanted, "spec.pdSpec.decodingSpec.resources": wanted},
     )
     found = engine(made, Role.DECODE)
@@ -229,7 +231,7 @@ def test_what_the_roles_resources_say_of_efa_counts(
 def test_one_role_without_efa_leaves_both_on_ucx(vllm_parse: Parse) -> None:
     """Both sides need the same plug-in."""
     made = rendered(
-        "dpd-huggingface",
+        "dpd-nixl",
         {
             "spec.pdSpec.decodingSpec.resources": {
                 "limits": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "0"}
@@ -306,7 +308,7 @@ def test_a_model_that_no_flag_names_is_the_resources_and_so_is_its_name(
     vllm_parse: Parse, changes: dict[str, Any], model: str, revision: str | None
 ) -> None:
     """vLLM would take one of its own."""
-    made = rendered("dpd-huggingface", {"spec.worker.args": UNNAMED, **changes})
+    made = rendered("dpd-nixl", {"spec.worker.args": UNNAMED, **changes})
     for role in Role:
         found = vllm_parse(engine(made, role)["args"])
         assert (found.model, found.revision) == (model, revision)
@@ -327,7 +329,7 @@ def test_a_pinned_commit_is_that_of_the_model_that_the_engine_downloads(
     vllm_parse: Parse, args: list[str], expected: str | None
 ) -> None:
     changes = {"spec.worker.args": args, "spec.modelSourceConfig.prefetchEnabled": False, **PIN}
-    found = vllm_parse(engine(rendered("dpd-huggingface", changes), Role.PREFILL)["args"])
+    found = vllm_parse(engine(rendered("dpd-nixl", changes), Role.PREFILL)["args"])
     assert (found.model, found.revision) == (args[1], expected)
 
 

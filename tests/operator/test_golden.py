@@ -1,4 +1,4 @@
-"""What is rendered of the four manifests, whole. A change shows up here as a reader of it would see it."""
+"""What is rendered of the manifests, whole. A change shows up here as a reader of it would see it."""
 
 from __future__ import annotations
 

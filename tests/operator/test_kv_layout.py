@@ -22,19 +22,19 @@ def args(name: str, *more: str) -> list[str]:
     return [*manifest(name)["spec"]["worker"]["args"], *more]
 
 
-def layout(name: str = "dpd-huggingface", changes: dict[str, Any] | None = None) -> str:
+def layout(name: str = "dpd-nixl", changes: dict[str, Any] | None = None) -> str:
     return kv_layout(planned(name, changes))
 
 
 def more_args(*flags: str) -> tuple[str, dict[str, Any]]:
-    return "dpd-huggingface", {ARGS: args("dpd-huggingface", *flags)}
+    return "dpd-nixl", {ARGS: args("dpd-nixl", *flags)}
 
 
 ANOTHER = {
-    "image": ("dpd-huggingface", {IMAGE: "vllm/vllm-openai:v9.9.9"}),
-    "image of a role": ("dpd-huggingface", {"metadata.annotations": {"tandem.dev/decode-image": "x/y:1"}}),
+    "image": ("dpd-nixl", {IMAGE: "vllm/vllm-openai:v9.9.9"}),
+    "image of a role": ("dpd-nixl", {"metadata.annotations": {"tandem.dev/decode-image": "x/y:1"}}),
     "model": more_args("--model", "other/model"),
-    "commit": ("dpd-huggingface", {"spec.modelSourceConfig.huggingFaceModel.commitSHA": "0" * 40}),
+    "commit": ("dpd-nixl", {"spec.modelSourceConfig.huggingFaceModel.commitSHA": "0" * 40}),
     "folder": ("dpd-s3", {"spec.modelSourceConfig.modelLocation": "another/folder"}),
     "bucket": ("dpd-s3", {"spec.modelSourceConfig.s3Storage.bucketName": "another-bucket"}),
     "volume": ("dpd-nvme", {"spec.kubernetes.volumes": [{"name": "model", "hostPath": {"path": "/other"}}]}),
@@ -42,7 +42,7 @@ ANOTHER = {
     "cache dtype": more_args("--kv-cache-dtype", "fp8"),
     "block size": more_args("--block-size", "64"),
     "ranks": more_args("-tp", "2"),
-    "ranks of a role": ("dpd-huggingface", {f"{PREFILL}.args": ["--tensor-parallel-size=2"]}),
+    "ranks of a role": ("dpd-nixl", {f"{PREFILL}.args": ["--tensor-parallel-size=2"]}),
     "stages": more_args("--pipeline_parallel_size", "2"),
     "quantization": more_args("-q", "fp8"),
     "adapter": more_args("--enable-lora", "--lora-modules", "sql=/adapters/sql"),
@@ -51,9 +51,9 @@ ANOTHER = {
     "a key of it": more_args("--hf-overrides.rope_theta", "base"),
     "served name": more_args("--served-model-name", "another"),
     "connector": ("dpd-s3", {"metadata.annotations": {"tandem.dev/connector": "nixl"}}),
-    "transport": ("dpd-huggingface", {"spec.instanceType": ..., "spec.instanceTypes": ["ml.g6e.48xlarge"]}),
+    "transport": ("dpd-nixl", {"spec.instanceType": ..., "spec.instanceTypes": ["ml.g6e.48xlarge"]}),
     "variable": (
-        "dpd-huggingface",
+        "dpd-nixl",
         {
             "metadata.annotations": {
                 "tandem.dev/decode-env": '[{"name":"VLLM_KV_CACHE_LAYOUT","value":"NHD"}]'
@@ -71,15 +71,15 @@ def test_what_shapes_kv_makes_another_layout(change: str) -> None:
 
 
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    "nothing": ("dpd-huggingface", {}),
-    "replicas": ("dpd-huggingface", {f"{DECODE}.replicas": 7}),
-    "threshold": ("dpd-huggingface", {"spec.pdSpec.routingThreshold": 1}),
-    "strategy": ("dpd-huggingface", {"spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"}}),
-    "limits": ("dpd-huggingface", {"spec.worker.requestLimits": {"maxConcurrentRequests": 7}}),
+    "nothing": ("dpd-nixl", {}),
+    "replicas": ("dpd-nixl", {f"{DECODE}.replicas": 7}),
+    "threshold": ("dpd-nixl", {"spec.pdSpec.routingThreshold": 1}),
+    "strategy": ("dpd-nixl", {"spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"}}),
+    "limits": ("dpd-nixl", {"spec.worker.requestLimits": {"maxConcurrentRequests": 7}}),
     "args of no matter": more_args("--max-num-seqs", "64", "--gpu-memory-utilization", "0.8"),
-    "args of a role": ("dpd-huggingface", {f"{PREFILL}.args": ["--max-num-batched-tokens", "16384"]}),
+    "args of a role": ("dpd-nixl", {f"{PREFILL}.args": ["--max-num-batched-tokens", "16384"]}),
     "variable": (
-        "dpd-huggingface",
+        "dpd-nixl",
         {"metadata.annotations": {"tandem.dev/decode-env": '[{"name":"A","value":"b"}]'}},
     ),
     "prefetching": ("dpd-s3", {"spec.modelSourceConfig.prefetchEnabled": True}),

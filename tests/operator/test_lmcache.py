@@ -120,7 +120,7 @@ def test_the_first_level_can_be_turned_off() -> None:
 
 
 def test_without_lmcache_there_is_no_file() -> None:
-    made = rendered("dpd-huggingface")
+    made = rendered("dpd-nixl")
     assert "LMCACHE_CONFIG_FILE" not in variables(engine(made, Role.PREFILL))
     assert all("lmcache.yaml" not in o.get("data", {}) for o in made.objects)
 

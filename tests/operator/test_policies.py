@@ -63,7 +63,7 @@ def _at(rule: dict[str, Any], port: int) -> bool:
     return "ports" not in rule or any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"])
 
 
-@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-huggingface", "kvaware"])
+@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-nixl", "kvaware"])
 @pytest.mark.parametrize("role", Role)
 def test_what_carries_users_text_is_closed_to_strangers(variant: str, role: Role) -> None:
     made = rendered(*VARIANTS[variant])
@@ -82,7 +82,7 @@ def test_the_router_reaches_the_proxy_and_with_kvaware_the_events(role: Role) ->
         5557,
         6557,
     ]
-    plain = rendered("dpd-huggingface")
+    plain = rendered("dpd-nixl")
     assert not reaches(plain, pods_of(plain, "router"), pods_of(plain, role), 5557)
 
 

@@ -66,13 +66,14 @@ def test_the_router_looks_for_the_labels_that_pods_have() -> None:
 
 def test_engines_pair_by_the_layout_of_their_kv_and_by_nothing_else() -> None:
     """The revision of a pod is that of its Deployment, of which each role has one."""
-    assert config("dpd-s3").pairing == config("dpd-huggingface").pairing == ("kv-layout",)
+    assert config("dpd-s3").pairing == config("dpd-nixl").pairing == ("kv-layout",)
 
 
 def test_threshold_strategy_and_connector_are_the_resources() -> None:
     assert config("dpd-nvme").routing_threshold == 0
     assert config("dpd-s3").routing_threshold == 4096
-    assert (config("dpd-s3").connector, config("dpd-huggingface").connector) == ("lmcache", "nixl")
+    assert config("dpd-s3").connector == config("dpd-huggingface").connector == "lmcache"
+    assert config("dpd-nixl").connector == "nixl"
     assert config("kvaware").routing_strategy == "kvaware"
 
 
@@ -131,7 +132,7 @@ def test_flags_that_shape_prompts_reach_the_router() -> None:
         *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
         "--exclude-tools-when-tool-choice-none",
     ]
-    found = config("dpd-huggingface", {"spec.worker.args": args})
+    found = config("dpd-nixl", {"spec.worker.args": args})
     assert found.served_model_name == ("llama", "llama-70b")
     assert (found.max_model_len, found.kv_block_size) == (8000, 32)
     assert (found.chat_template, found.chat_template_content_format) == ("{{ messages }}", "openai")
@@ -141,10 +142,10 @@ def test_flags_that_shape_prompts_reach_the_router() -> None:
 
 def test_a_template_in_a_file_of_the_model_container_is_not_the_routers_file() -> None:
     args = ["--model", "/opt/ml/model", "--chat-template", "/opt/ml/model/template.jinja"]
-    assert config("dpd-huggingface", {"spec.worker.args": args}).chat_template is None
+    assert config("dpd-nixl", {"spec.worker.args": args}).chat_template is None
 
 
-@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-huggingface", "dpd-nvme", "colocated-routing"])
+@pytest.mark.parametrize("variant", ["dpd-s3", "dpd-nixl", "dpd-nvme", "colocated-routing"])
 def test_the_router_counts_with_the_files_that_model_pods_serve(variant: str) -> None:
     """The path is one that the proxies of all pods serve, and the folder one that the router may write to."""
     made, found = rendered(*VARIANTS[variant]), config(variant)
@@ -177,9 +178,9 @@ def test_files_that_engines_do_not_count_with_are_neither_served_nor_used_and_a_
     args = ["--model", "/opt/ml/model", "--served-model-name", "m", "--max-model-len", "8k"]
     changes: dict[str, Any] = {"spec.worker.args": args}
     changes[f"spec.{role}.args"] = [*args, *flags] if role == "worker" else flags
-    found = config("dpd-huggingface", changes)
+    found = config("dpd-nixl", changes)
     assert (found.model_files_path, found.model_files_cache) == (None, None)
-    made = rendered(VARIANTS["dpd-huggingface"][0], changes)
+    made = rendered(VARIANTS["dpd-nixl"][0], changes)
     (note,) = [note for note in made.notes if note.startswith("counting")]
     assert flags[1].partition("a b")[0] in note or "modelVolumeMount" in note
     files = [o["data"]["nginx.conf"] for o in of_kind(made, "ConfigMap") if "nginx.conf" in o["data"]]
@@ -197,7 +198,7 @@ def test_files_that_engines_do_not_count_with_are_neither_served_nor_used_and_a_
 )
 def test_flags_that_say_the_same_as_the_files_leave_them_in_use(flags: tuple[str, ...]) -> None:
     args = ["--model", "/opt/ml/model", "--max-model-len", "8k", *flags]
-    assert config("dpd-huggingface", {"spec.worker.args": args}).model_files_path == "/tandem/model/"
+    assert config("dpd-nixl", {"spec.worker.args": args}).model_files_path == "/tandem/model/"
 
 
 def test_pods_serve_all_that_the_router_asks_for() -> None:
@@ -206,12 +207,12 @@ def test_pods_serve_all_that_the_router_asks_for() -> None:
 
 def test_the_models_path_is_its_name_unless_the_flags_say_another() -> None:
     assert config("dpd-s3").served_model_name == ("/opt/ml/model",)
-    assert config("dpd-huggingface").served_model_name == ("llama-3-3-70b",)
+    assert config("dpd-nixl").served_model_name == ("llama-3-3-70b",)
 
 
 def test_with_adapters_engines_say_which_models_there_are() -> None:
     args = ["--model", "/opt/ml/model", "--enable-lora", "--lora-modules", "sql=/adapters/sql"]
-    assert config("dpd-huggingface", {"spec.worker.args": args}).served_model_name == ()
+    assert config("dpd-nixl", {"spec.worker.args": args}).served_model_name == ()
 
 
 def test_the_admin_port_stays_in_the_pod() -> None:
@@ -232,7 +233,7 @@ def test_with_lmcache_there_is_one_router_at_any_time() -> None:
     """Prefillers notify one address."""
     spec = deployment(rendered("dpd-s3"), "router")["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-    assert deployment(rendered("dpd-huggingface"), "router")["spec"]["strategy"]["type"] == "RollingUpdate"
+    assert deployment(rendered("dpd-nixl"), "router")["spec"]["strategy"]["type"] == "RollingUpdate"
 
 
 @pytest.mark.parametrize("variant", ROUTED)

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.api import Role
 from tandem.operator import RenderError
+from tandem.operator.names import START_ANNOTATION
 
 from .endpoints import SETTINGS, VARIANTS, deployment, named, of_kind, rendered
 
@@ -62,7 +63,22 @@ def test_amazons_prometheus_is_asked_with_a_signature() -> None:
 def test_a_scaled_deployments_number_is_its_autoscalers() -> None:
     made = rendered(*VARIANTS["scaled roles"])
     assert all("replicas" not in deployment(made, c)["spec"] for c in (*Role, "router"))
-    assert deployment(rendered("dpd-huggingface"), Role.PREFILL)["spec"]["replicas"] == 1
+    assert deployment(rendered("dpd-nixl"), Role.PREFILL)["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize(("replicas", "start"), [(1, "2"), (4, "4"), (9, "6")])
+def test_an_autoscaled_deployment_starts_with_the_resources_number_within_the_bounds(
+    replicas: int, start: str
+) -> None:
+    """Between 2 and 6 pods."""
+    made = rendered("colocated-routing", {"spec.replicas": replicas})
+    assert deployment(made, None)["metadata"]["annotations"][START_ANNOTATION] == start
+    assert deployment(made, "router")["metadata"]["annotations"][START_ANNOTATION] == "1"
+
+
+def test_a_deployment_without_an_autoscaler_has_its_number_alone() -> None:
+    for role in (*Role, "router"):
+        assert START_ANNOTATION not in deployment(rendered("dpd-nixl"), role)["metadata"]["annotations"]
 
 
 def test_a_router_without_a_trigger_scales_by_its_cpu() -> None:
@@ -80,7 +96,7 @@ def test_by_cpu_alone_nothing_is_scaled_to_none() -> None:
 
 
 def test_pods_without_a_trigger_stay_as_many_and_it_is_told() -> None:
-    made = rendered("dpd-huggingface", {"spec.pdSpec.autoScalingSpec": {"prefillAutoScaling": {}}})
+    made = rendered("dpd-nixl", {"spec.pdSpec.autoScalingSpec": {"prefillAutoScaling": {}}})
     assert not of_kind(made, "ScaledObject")
     assert deployment(made, Role.PREFILL)["spec"]["replicas"] == 1
     assert any("prefillAutoScaling: has no trigger" in note for note in made.notes)

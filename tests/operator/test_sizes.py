@@ -56,7 +56,7 @@ def test_grace_has_an_end() -> None:
 
 
 def test_prefillers_stay_until_their_kv_is_fetched_or_its_lease_ends() -> None:
-    nixl = planned("dpd-huggingface")
+    nixl = planned("dpd-nixl")
     prefill, decode = nixl.pools
     assert nixl.grace(prefill).linger == 30
     assert nixl.grace(decode).linger == 0

@@ -263,9 +263,9 @@ def test_the_router_takes_every_path_that_validation_takes(text: str) -> None:
     ("name", "changes", "ports"),
     [
         ("dpd-s3", {}, {5600, 7300, 7307, 7400, 7407, 8081, 8889, 9113, 13133}),
-        ("dpd-huggingface", {}, {5600, 8081, 8889, 9113, 13133}),
+        ("dpd-nixl", {}, {5600, 8081, 8889, 9113, 13133}),
         (
-            "dpd-huggingface",
+            "dpd-nixl",
             {
                 "spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"},
                 "spec.worker.args": ["--tensor-parallel-size", "4", "-dp", "2"],

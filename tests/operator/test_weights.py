@@ -81,7 +81,7 @@ def test_a_model_of_the_hub_is_downloaded_first_and_only_there_is_the_token() ->
 
 def test_a_commit_is_downloaded_where_one_is_pinned() -> None:
     sha = "0123456789abcdef0123456789abcdef01234567"
-    made = rendered("dpd-huggingface", {"spec.modelSourceConfig.huggingFaceModel.commitSHA": sha})
+    made = rendered("dpd-nixl", {"spec.modelSourceConfig.huggingFaceModel.commitSHA": sha})
     command = pod(made, Role.DECODE)["initContainers"][0]["command"]
     assert command[command.index("--revision") + 1] == sha
 
@@ -100,7 +100,7 @@ def test_a_volume_that_is_not_there_is_told() -> None:
 
 def test_the_resources_init_containers_run_after_the_fetcher() -> None:
     own = [{"name": "sync", "image": "registry.example/sync:1"}]
-    made = rendered("dpd-huggingface", {"spec.kubernetes": {"initContainers": own}})
+    made = rendered("dpd-nixl", {"spec.kubernetes": {"initContainers": own}})
     names = [c["name"] for c in pod(made, Role.DECODE)["initContainers"]]
     assert names == ["hf-model-downloader", "sync"]
 
@@ -112,7 +112,7 @@ def test_account_and_scheduler_are_the_resources() -> None:
     assert "models" not in {a["metadata"]["name"] for a in of_kind(made, "ServiceAccount")}
 
 
-@pytest.mark.parametrize("name", ["dpd-s3", "dpd-huggingface", "dpd-nvme"])
+@pytest.mark.parametrize("name", ["dpd-s3", "dpd-huggingface", "dpd-nvme", "dpd-nixl"])
 def test_the_proxy_sees_the_tokenizers_files(name: str) -> None:
     proxy = container(pod(rendered(name), Role.DECODE), "sidecar-reverse-proxy")
     assert mount(proxy)["readOnly"] is True

@@ -27,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="work only while holding the lease, so that replicas may stand by (default)",
     )
     parser.add_argument(
+        "--lease-seconds",
+        type=_seconds,
+        default=15,
+        metavar="SECONDS",
+        help="after so long another takes over from an operator that died (3 to 600, default 15)",
+    )
+    parser.add_argument(
         "--take-over", action="store_true", help="work although the definition or an operator is not Tandem's"
     )
     for name, usual, what in (
@@ -66,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             kubeconfig=arguments.kubeconfig,
             context=arguments.context,
             leader_elect=arguments.leader_elect,
+            lease_seconds=arguments.lease_seconds,
             take_over=arguments.take_over,
             health_port=arguments.health_port,
             metrics_port=arguments.metrics_port,
@@ -81,6 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
         complain(error)
         return ENVIRONMENT
     return OK
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or not 3 <= int(text) <= 600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 3 to 600")
+    return int(text)
 
 
 def _port(text: str) -> int:

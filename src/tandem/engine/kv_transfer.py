@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.api import ANNOTATION_CONNECTOR, Endpoint, Role
+from tandem.api.annotations import parse_annotations
 from tandem.engine.args import flag_value
 from tandem.engine.errors import EngineError
+from tandem.engine.pd_buffer import VARIABLE
 from tandem.engine.roles import role_args
 
 Accelerator = Literal["cpu", "cuda"]
@@ -37,15 +40,16 @@ class ConnectorChoice:
 
 def choose_connector(endpoint: Endpoint) -> ConnectorChoice:
     """The KV connector of an endpoint and why: what the annotation names; by itself (`auto`) LMCache where
-    the image or the flags carry it, else NIXL. Raises EngineError for a name that is none."""
+    the image, the flags or a variable tell that the engines have it, else NIXL. Raises EngineError for a name
+    that is none."""
     asked = endpoint.metadata.annotations.get(ANNOTATION_CONNECTOR, "auto")
     match asked:
         case "nixl" | "lmcache":
             return ConnectorChoice(asked, f"{_SPELT[asked]}, by the annotation {ANNOTATION_CONNECTOR}", True)
         case "auto":
-            where = _lmcache_in(endpoint)
-            if where is not None:
-                return ConnectorChoice("lmcache", f"LMCache, as {where} carries it")
+            told = _lmcache_in(endpoint)
+            if told is not None:
+                return ConnectorChoice("lmcache", f"LMCache, as {told}")
             return ConnectorChoice("nixl", "NIXL, the connector Tandem chooses")
     raise EngineError(
         f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is {asked!r}; it is not a connector Tandem knows. "
@@ -73,15 +77,31 @@ _SPELT = {"nixl": "NIXL", "lmcache": "LMCache"}
 
 
 def _lmcache_in(endpoint: Endpoint) -> str | None:
-    """The field that brings LMCache along."""
+    """What tells that the engines have LMCache.
+
+    HyperPod's own image does not say so by its name, and its guide sets LMCache's variables with it: those
+    begin with LMCACHE_, but for the receive buffer's. PYTHONHASHSEED is none: vLLM's own hashes use it, too.
+    Where flags name another connector, variables may be left from before.
+    """
     image = endpoint.spec.worker.image
     if "lmcache" in image.lower():
-        return f"the image {image}"
+        return f"the image {image} carries it"
+    others = False
     for role in Role:
         transfer = flag_value(role_args(endpoint, role), "--kv-transfer-config") or ""
         if "lmcache" in transfer.lower():
-            return f"--kv-transfer-config of the {role.value} engines"
-    return None
+            return f"--kv-transfer-config of the {role.value} engines carries it"
+        others = others or bool(transfer)
+    names = () if others else _variables(endpoint)
+    own = next((name for name in names if name == VARIABLE or name.startswith("LMCACHE_")), None)
+    return own and f"the variable {own} is its own"
+
+
+def _variables(endpoint: Endpoint) -> Iterator[str]:
+    """Names of those of all engines and of those of one role."""
+    yield from (variable.name for variable in endpoint.spec.worker.environment_variables)
+    for own in parse_annotations(endpoint.metadata.annotations)[0].roles.values():
+        yield from (variable["name"] for variable in own.env)
 
 
 def kv_transfer_config(

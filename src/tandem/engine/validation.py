@@ -293,7 +293,7 @@ def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
         yield Found(
             "IEC520",
             location(cache),
-            "has no effect, as the engines run without LMCache: neither the image nor a flag carries it",
+            "has no effect, as engines run without LMCache: neither image nor flags nor variables name it",
         )
 
 

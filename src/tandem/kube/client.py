@@ -168,6 +168,7 @@ class Client:
         *,
         version: str,
         labels: str = "",
+        fields: str = "",
         metadata_only: bool = False,
     ) -> AsyncIterator[tuple[str, Object]]:
         """OPEN, without an object, when the server has taken the watch; then changes after `version`: ADDED,
@@ -181,7 +182,7 @@ class Client:
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
             "timeoutSeconds": str(WATCH_SECONDS),
-            **_selectors(labels, ""),
+            **_selectors(labels, fields),
         }
         headers = {"Accept": _WATCH_METADATA_ONLY} if metadata_only else {}
         path = resource.path(namespace)

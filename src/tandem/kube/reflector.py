@@ -29,7 +29,13 @@ class Source(Protocol):
     """What a reflector asks of a client."""
 
     async def list(
-        self, resource: Resource, namespace: str | None = ..., *, labels: str = ..., metadata_only: bool = ...
+        self,
+        resource: Resource,
+        namespace: str | None = ...,
+        *,
+        labels: str = ...,
+        fields: str = ...,
+        metadata_only: bool = ...,
     ) -> Listing: ...
 
     def watch(
@@ -39,6 +45,7 @@ class Source(Protocol):
         *,
         version: str,
         labels: str = ...,
+        fields: str = ...,
         metadata_only: bool = ...,
     ) -> AsyncIterator[tuple[str, Object]]: ...
 
@@ -59,12 +66,13 @@ class Reflector(Mapping[Key, Object]):
         *,
         namespace: str | None = None,
         labels: str = "",
+        fields: str = "",
         metadata_only: bool = False,
         longest_pause: float = LONGEST_PAUSE,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`longest_pause`: seconds, see LONGEST_PAUSE."""
+        """`labels` and `fields` are selectors; `longest_pause`: seconds, see LONGEST_PAUSE."""
         self.resource = resource
         self.synced = asyncio.Event()
         """Set after the first list: from then on the copy is whole."""
@@ -74,6 +82,7 @@ class Reflector(Mapping[Key, Object]):
         self._changed = changed
         self._namespace = namespace
         self._labels = labels
+        self._fields = fields
         self._metadata_only = metadata_only
         self._longest_pause = longest_pause
         self._clock = clock
@@ -132,7 +141,11 @@ class Reflector(Mapping[Key, Object]):
 
     async def _list(self) -> None:
         listing = await self._source.list(
-            self.resource, self._namespace, labels=self._labels, metadata_only=self._metadata_only
+            self.resource,
+            self._namespace,
+            labels=self._labels,
+            fields=self._fields,
+            metadata_only=self._metadata_only,
         )
         self._alive()
         found = {key_of(item): item for item in listing.items}
@@ -151,6 +164,7 @@ class Reflector(Mapping[Key, Object]):
             self._namespace,
             version=self._version,
             labels=self._labels,
+            fields=self._fields,
             metadata_only=self._metadata_only,
         )
         async for kind, found in stream:

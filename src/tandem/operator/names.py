@@ -28,6 +28,9 @@ ROUTING_SERVICE_PORT = 443
 NOTIFY_PORT = 7500
 """Where a router takes the notifications of LMCache's prefillers (`pd_proxy_port`)."""
 
+WEBHOOK = "tandem-inferenceendpointconfigs"
+"""The ValidatingWebhookConfiguration that is installed with the operator."""
+
 ROLE_LABEL = f"{GROUP}/dpd-role"
 ENDPOINT_LABEL = "tandem.dev/endpoint"
 NAMESPACE_LABEL = "tandem.dev/endpoint-namespace"
@@ -36,6 +39,8 @@ KV_LAYOUT_LABEL = "tandem.dev/kv-layout"
 """Of the pods of a disaggregated endpoint; see `kv_layout`."""
 SIZES_ANNOTATION = "tandem.dev/sizes"
 CONFIG_ANNOTATION = "tandem.dev/config-hash"
+START_ANNOTATION = "tandem.dev/replicas-at-start"
+"""On a Deployment whose number of pods is its autoscaler's: with how many it starts."""
 ZONE_LABEL = "topology.kubernetes.io/zone"
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 PLACEMENT_GROUP_LABEL = "tandem.dev/placement-group"

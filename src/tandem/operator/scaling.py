@@ -27,6 +27,14 @@ def is_scaled(plan: Plan, scaling: AutoScaling | None) -> bool:
     return scaling is not None and bool(triggers(plan, scaling))
 
 
+def at_start(plan: Plan, scaling: AutoScaling | None, replicas: int) -> int | None:
+    """With how many pods an autoscaled Deployment starts: as many as the resource says, within the
+    autoscaler's bounds. None for one whose number is the resource's alone."""
+    if scaling is None or not is_scaled(plan, scaling):
+        return None
+    return max(scaling.minimum, min(replicas, scaling.maximum))
+
+
 def triggers(plan: Plan, scaling: AutoScaling) -> list[dict[str, Any]]:
     """KEDA's triggers; empty where the resource has none: KEDA takes no ScaledObject without."""
     made = [_cloudwatch(plan, trigger) for trigger in scaling.cloudwatch]

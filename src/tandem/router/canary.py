@@ -30,6 +30,7 @@ from tandem.router.connectors import PrefillFailed
 from tandem.router.counting import Counter
 from tandem.router.discovery import Discovery, Member
 from tandem.router.engines import Engine, EngineRole, State
+from tandem.router.few import few
 from tandem.router.fleet import Fleet
 from tandem.router.handover import Handovers
 from tandem.router.legs import LegFailed, Legs
@@ -414,9 +415,7 @@ class Prober:
 
 def _names(given: Iterable[str]) -> str:
     """In order, and not more than a line holds."""
-    names = sorted(given)
-    more = [f"and {len(names) - _SHOWN:,} more"] if len(names) > _SHOWN else []
-    return ", ".join([*names[:_SHOWN], *more])
+    return ", ".join(few(sorted(given), _SHOWN))
 
 
 def _canary_headers() -> Headers:

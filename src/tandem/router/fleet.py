@@ -9,6 +9,7 @@ from itertools import islice, product
 from typing import Any
 
 from tandem.router.engines import Engine, EngineRole, State
+from tandem.router.few import few
 from tandem.router.groups import NOBODY, Candidates, Group, answering, in_use, may_pair
 from tandem.router.reported import count
 
@@ -382,10 +383,7 @@ class Fleet:
         return "the decode engine was restarted; restart the prefill engine, which cannot find it again"
 
     def _whys(self, role: EngineRole) -> str:
-        engines = self.of(role)
-        whys = [f"{e.url}: {e.why or self._why_unpaired(e)}" for e in engines[:_SHOWN]]
-        if len(engines) > _SHOWN:
-            whys.append(f"and {len(engines) - _SHOWN:,} more")
+        whys = few(self.of(role), _SHOWN, lambda e: f"{e.url}: {e.why or self._why_unpaired(e)}")
         return "; ".join(whys) or "none is known"
 
     def _why_unpaired(self, prefiller: Engine) -> str:

@@ -21,6 +21,7 @@ from tandem.config import RouterConfig
 from tandem.router.counting import Counter
 from tandem.router.counting_places import InProcesses, Place
 from tandem.router.engines import Engine, State
+from tandem.router.few import few
 from tandem.router.fleet import Fleet
 from tandem.router.helper_process import Unavailable, Unusable
 from tandem.router.legs import Legs
@@ -274,9 +275,7 @@ def _short(digest: str) -> str:
 
 
 def _urls(engines: Iterable[Engine]) -> str:
-    urls = sorted(e.url for e in engines)
-    more = f" and {len(urls) - _NAMED} more" if len(urls) > _NAMED else ""
-    return ", ".join(urls[:_NAMED]) + more
+    return ", ".join(few(sorted(e.url for e in engines), _NAMED))
 
 
 def _refutation(engines: list[Engine]) -> str:

@@ -36,7 +36,7 @@ class World:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def manifest(self, name: str = "dpd-huggingface", **changes: Any) -> Object:
+    def manifest(self, name: str = "dpd-nixl", **changes: Any) -> Object:
         made = changed(name, changes)
         made["metadata"]["namespace"] = self.namespace
         return made
@@ -86,6 +86,12 @@ class World:
     def has(self, *names: str) -> Callable[[], Any]:
         async def check() -> bool:
             return set(names) <= (await self.objects()).keys()
+
+        return check
+
+    def has_scaled_object(self, name: str) -> Callable[[], Any]:
+        async def check() -> bool:
+            return f"ScaledObject/{name}" in await self.objects("scaledobjects.keda.sh")
 
         return check
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from tandem.kube import Object
 from tandem.operator import render
 
 from ..endpoints import SETTINGS, endpoint
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # the first one waits for the server
 async def test_an_endpoint_becomes_what_render_prints(world: World) -> None:
     manifest = world.manifest()
     await world.apply(manifest)
-    wanted = render(endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS).objects
+    wanted = render(endpoint("dpd-nixl", {"metadata.namespace": world.namespace}), SETTINGS).objects
     names = {f"{o['kind']}/{o['metadata']['name']}" for o in wanted}
     await world.until(world.has(*names), "the objects")
     found = await world.objects("deploy,svc,cm,netpol,pdb,ingress,sa,role,rolebinding")
@@ -171,7 +174,7 @@ async def test_what_lies_in_the_system_namespace_goes_also_when_the_finalizer_wa
 async def test_objects_applied_by_hand_are_not_deleted_and_taken_over_by_their_endpoint(
     world: World,
 ) -> None:
-    made = render(endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS).objects
+    made = render(endpoint("dpd-nixl", {"metadata.namespace": world.namespace}), SETTINGS).objects
     listed = {"apiVersion": "v1", "kind": "List", "items": list(made)}
     await world.kubectl("apply", "-f", "-", stdin=listed)
     await world.settled()
@@ -244,13 +247,91 @@ async def test_anothers_object_is_not_taken(world: World) -> None:
     assert theirs["data"] == {"a": "theirs"}
 
 
-async def test_without_keda_autoscaling_is_a_condition(world: World) -> None:
-    trigger = {
+SCALED = {
+    "spec.pdSpec.autoScalingSpec.decodingAutoScaling": {
         "minReplicaCount": 1,
         "maxReplicaCount": 3,
         "cloudWatchTrigger": {"name": "x", "namespace": "n", "metricName": "m", "targetValue": 1},
     }
-    await world.apply(world.manifest(**{"spec.pdSpec.autoScalingSpec.decodingAutoScaling": trigger}))
+}
+REPLICAS = "spec.pdSpec.decodingSpec.replicas"
+SCALED_OBJECTS: Object = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "scaledobjects.keda.sh"},
+    "spec": {
+        "group": "keda.sh",
+        "scope": "Namespaced",
+        "names": {"kind": "ScaledObject", "plural": "scaledobjects", "singular": "scaledobject"},
+        "versions": [
+            {
+                "name": "v1alpha1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+                },
+            }
+        ],
+    },
+}
+
+
+def decoders(world: World, count: int) -> Callable[[], Any]:
+    async def check() -> bool:
+        found = (await world.objects()).get(DECODE)
+        return found is not None and found["spec"]["replicas"] == count
+
+    return check
+
+
+async def test_without_keda_there_are_as_many_pods_as_the_resource_says_within_the_autoscalers_bounds(
+    world: World,
+) -> None:
+    await world.apply(world.manifest(**SCALED, **{REPLICAS: 2}))
+    await world.until(decoders(world, 2), "two decoders")
+    await world.apply(world.manifest(**SCALED, **{REPLICAS: 9}))
+    await world.until(decoders(world, 3), "no more than autoscaling would make")
+    await world.settled()
+    await world.kubectl("scale", "deploy/decode-pd-hf", "--replicas=5", "-n", world.namespace)
+    await world.apply(world.manifest(**SCALED, **{REPLICAS: 9, "spec.pdSpec.routingThreshold": 7}))
+    await world.settled()
+    assert await decoders(world, 5)(), "by hand, as long as nothing scales"
+
+
+async def test_with_keda_the_number_of_pods_is_the_resources_at_the_start_and_kedas_from_then_on(
+    world: World,
+) -> None:
+    """KEDA's autoscaler writes, as `kubectl scale` does, the scale of a Deployment."""
+    await world.apply(SCALED_OBJECTS)
+    try:
+        await world.apply(world.manifest(**{REPLICAS: 4}))
+        await world.until(decoders(world, 4), "as many as the resource says")
+        await world.apply(world.manifest(**SCALED, **{REPLICAS: 2}))
+        await world.until(world.has_scaled_object("decode-pd-hf"), "an autoscaler")
+        await world.settled()
+        assert await decoders(world, 4)(), "an autoscaler that comes takes no pod away"
+        await world.kubectl("scale", "deploy/decode-pd-hf", "--replicas=6", "-n", world.namespace)
+        changed = {"spec.pdSpec.decodingSpec.args": ["--max-num-seqs", "17"], REPLICAS: 3}
+        await world.apply(world.manifest(**SCALED, **changed))
+
+        async def followed() -> bool:
+            pod = (await world.objects())[DECODE]["spec"]["template"]["spec"]
+            return "17" in pod["containers"][0]["args"]
+
+        await world.until(followed, "the change")
+        await world.settled()
+        assert await decoders(world, 6)(), "a change of the resource takes no pod away either"
+        await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
+        await world.apply(world.manifest(**SCALED, **{REPLICAS: 2}))
+        await world.until(decoders(world, 2), "a new one as the resource says")
+        await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
+    finally:
+        await world.kubectl("delete", "crd", "scaledobjects.keda.sh", "--timeout=30s")
+
+
+async def test_without_keda_autoscaling_is_a_condition(world: World) -> None:
+    await world.apply(world.manifest(**SCALED))
     await world.until(world.has(DECODE), "the deployments")
 
     async def told() -> bool:

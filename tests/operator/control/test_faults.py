@@ -213,9 +213,7 @@ async def test_an_admission_webhook_that_fails_for_one_endpoint_is_told_and_hold
     }
     (ingress,) = [
         o
-        for o in render(
-            endpoint("dpd-huggingface", {"metadata.namespace": world.namespace}), SETTINGS
-        ).objects
+        for o in render(endpoint("dpd-nixl", {"metadata.namespace": world.namespace}), SETTINGS).objects
         if o["kind"] == "Ingress"
     ]
 

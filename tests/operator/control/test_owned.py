@@ -11,6 +11,7 @@ from tandem.kube import ApiError, Key, KubeError, Object, Resource
 from tandem.kube import resources as kinds
 from tandem.operator.control.desired import UID_ANNOTATION
 from tandem.operator.control.owned import SHOWN_SECONDS, Owned, Refused
+from tandem.operator.names import START_ANNOTATION
 
 from ..fake_api import FakeApi
 
@@ -202,6 +203,95 @@ async def test_a_deployment_that_cannot_be_changed_is_left_and_what_to_do_is_tol
     with pytest.raises(Refused, match="field is immutable; delete it, and it is made anew"):
         await world.owned.make(deployment | {"data": {"a": "2"}}, OURS)
     assert world.api.seen(kinds.DEPLOYMENT)
+
+
+PLACE = ("team-a", "workers")
+
+
+def scaled(start: int | None, *, pods: int | None = None, image: str = "a") -> Object:
+    """A Deployment with `start` pods and an autoscaler, or with `pods` and none."""
+    told = {UID_ANNOTATION: "uid-of-the-endpoint"}
+    told |= {START_ANNOTATION: str(start)} if start is not None else {}
+    metadata: Object = {"name": PLACE[1], "namespace": PLACE[0], "labels": OURS, "annotations": told}
+    spec: Object = {"image": image} | ({"replicas": pods} if pods is not None else {})
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+
+
+class Workers(World):
+    """A Deployment in a cluster with KEDA, or without."""
+
+    def __init__(self, *, keda: bool) -> None:
+        super().__init__()
+        self.owned = Owned(self.api, self.seen, scales=lambda: keda)
+
+    async def wants(self, desired: Object) -> bool:
+        made = await self.owned.make(desired, OURS)
+        self.seen[kinds.DEPLOYMENT] = self.api.seen(kinds.DEPLOYMENT)
+        return made
+
+    def scale(self, pods: int, *, shown: bool = True) -> None:
+        """As an autoscaler does it; the watch may not show it yet."""
+        spec = self.api.objects[kinds.DEPLOYMENT, PLACE]["spec"]
+        self.api.edit(kinds.DEPLOYMENT, PLACE, spec=spec | {"replicas": pods})
+        if shown:
+            self.seen[kinds.DEPLOYMENT] = self.api.seen(kinds.DEPLOYMENT)
+
+    @property
+    def spec(self) -> Object:
+        found: Object = self.api.objects[kinds.DEPLOYMENT, PLACE]["spec"]
+        return found
+
+
+@pytest.mark.parametrize("keda", [True, False])
+async def test_an_autoscaled_deployment_starts_with_as_many_pods_as_it_says(keda: bool) -> None:
+    workers = Workers(keda=keda)
+    assert await workers.wants(scaled(3))
+    assert workers.spec["replicas"] == 3
+    assert not await workers.wants(scaled(3))
+
+
+@pytest.mark.parametrize("shown", [True, False], ids=["seen", "not seen yet"])
+async def test_what_an_autoscaler_has_scaled_stays_whatever_changes(shown: bool) -> None:
+    workers = Workers(keda=True)
+    await workers.wants(scaled(3))
+    workers.scale(8)
+    assert not await workers.wants(scaled(3)), "that is no edit"
+    workers.scale(9, shown=shown)
+    assert await workers.wants(scaled(2, image="b"))
+    assert workers.spec == {"image": "b", "replicas": 9}
+
+
+async def test_without_an_autoscaler_the_resources_number_is_followed_and_else_the_pods_stay() -> None:
+    workers = Workers(keda=False)
+    await workers.wants(scaled(3))
+    await workers.wants(scaled(5))
+    assert workers.spec["replicas"] == 5
+    workers.scale(8)  # by KEDA, which is being replaced, or by hand
+    assert await workers.wants(scaled(5, image="b"))
+    assert workers.spec == {"image": "b", "replicas": 8}
+
+
+@pytest.mark.parametrize("keda", [True, False])
+async def test_an_autoscaler_that_comes_later_takes_no_pod_away(keda: bool) -> None:
+    workers = Workers(keda=keda)
+    await workers.wants(scaled(None, pods=4))
+    await workers.wants(scaled(4))
+    assert workers.spec["replicas"] == 4
+    workers.scale(6)
+    await workers.wants(scaled(None, pods=4))
+    assert workers.spec["replicas"] == 4, "the number is the resource's again"
+
+
+async def test_a_deployment_that_changes_all_the_time_is_left_for_the_next_pass() -> None:
+    workers = Workers(keda=True)
+    await workers.wants(scaled(3))
+
+    async def overtaken(*_: object, **__: object) -> Object:
+        raise ApiError(409, "Conflict", "the object has been modified")
+
+    workers.api.apply = overtaken  # type: ignore[method-assign]
+    with pytest.raises(ApiError, match="modified"):
+        await workers.wants(scaled(3, image="b"))
 
 
 @pytest.mark.parametrize("status", [400, 403, 422])

@@ -15,6 +15,7 @@ from tandem.operator.control.trouble import (
 )
 
 Object = dict[str, Any]
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def pod(name: str = "decode-a-1", *, node: str | None = "node-1", **status: Any) -> Object:
@@ -222,6 +223,76 @@ def test_nothing_is_asked_of_an_engine_that_loads() -> None:
     loads = pod(containerStatuses=[container(state={"running": {}}, started=False)])
     assert not needs_warnings(loads)
     assert needs_warnings(pod(containerStatuses=[container(state={"running": {}}, started=True)]))
+
+
+ONE_ZONE = {
+    "podAffinity": {
+        REQUIRED: [{"labelSelector": {}, "topologyKey": "topology.kubernetes.io/zone"}],
+    },
+}
+ONE_TYPE = {
+    "nodeAffinity": {
+        REQUIRED: {
+            "nodeSelectorTerms": [
+                {
+                    "matchExpressions": [
+                        {
+                            "key": "node.kubernetes.io/instance-type",
+                            "operator": "In",
+                            "values": ["ml.p5.48xlarge"],
+                        },
+                        {"key": "spot", "operator": "DoesNotExist"},
+                    ]
+                },
+                {"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["a", "b"]}]},
+            ]
+        }
+    }
+}
+NO_ZONE = "0/2 nodes are available: 2 node(s) didn't match pod affinity rules."
+NO_LABEL = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
+
+
+@pytest.mark.parametrize(
+    ("said", "spec", "hint"),
+    [
+        (
+            NO_ZONE,
+            {"affinity": ONE_ZONE},
+            "The pods of an endpoint go into one zone (spec.pdSpec.topologySpec.sameAZ), and a node without "
+            "the label topology.kubernetes.io/zone is in none: label the nodes, or set sameAZ to false.",
+        ),
+        (NO_ZONE, {}, None),
+        (
+            NO_LABEL,
+            {"affinity": ONE_TYPE, "nodeSelector": {"pool": "prefill"}},
+            "The pod takes nodes with pool=prefill and node.kubernetes.io/instance-type=ml.p5.48xlarge and "
+            "spot DoesNotExist or zone NotIn a, b: label nodes so, or change what the resource asks for.",
+        ),
+        (
+            NO_LABEL,
+            {"nodeSelector": {"pool": "prefill"}},
+            "The pod takes nodes with pool=prefill: label nodes so, or change what the resource asks for.",
+        ),
+        (NO_LABEL, {}, None),
+        (
+            "0/2 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) didn't match Pod's node "
+            "affinity/selector.",
+            {"nodeSelector": {"pool": "prefill"}},
+            None,
+        ),
+    ],
+    ids=["zone", "another affinity", "labels", "selector", "none of ours", "such nodes are full"],
+)
+def test_of_labels_that_keep_a_pod_from_all_nodes_is_told_which_and_what_to_do(
+    said: str, spec: Object, hint: str | None
+) -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": said}
+    found = pod(node=None, conditions=[condition])
+    found["spec"] = spec
+    trouble = pod_trouble(found)
+    assert trouble is not None
+    assert trouble.message == (f"{said} {hint}" if hint else said)
 
 
 def test_of_many_pods_the_most_frequent_cause_is_told() -> None:

@@ -175,7 +175,7 @@ class Cluster:
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
         await self.client.create(made, kinds.NAMESPACE, manager="tests")
 
-    async def apply(self, namespace: str, name: str, base: str = "dpd-huggingface", **fields: Any) -> Object:
+    async def apply(self, namespace: str, name: str, base: str = "dpd-nixl", **fields: Any) -> Object:
         """An endpoint; `fields` are set by their path."""
         changes = {"metadata.name": name, "metadata.namespace": namespace, **fields}
         return await self.client.apply(changed(base, changes), ENDPOINT, manager="tests")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from tandem.cli.operator import add_arguments
 from tandem.kube import ApiError
 from tandem.kube import resources as kinds
 from tandem.operator.process import leader as module
-from tandem.operator.process.leader import GIVE_UP_SECONDS, LEASE_SECONDS, Leader, LostLease
+from tandem.operator.process.leader import GIVEN_UP, LEASE_SECONDS, RENEWED, Leader, LostLease
 
 from ..fake_api import FakeApi
+
+GIVE_UP_SECONDS = LEASE_SECONDS * GIVEN_UP
 
 
 class Clock:
@@ -96,6 +100,52 @@ async def test_the_second_one_need_not_wait_when_the_first_gives_back(clock: Clo
     assert holder(api) == "two"
 
 
+@pytest.mark.parametrize("seconds", [3, 60])
+async def test_how_long_a_lease_holds_may_be_chosen(clock: Clock, seconds: int) -> None:
+    """Who waits goes by what is written in the lease, whatever it was told itself."""
+    api = FakeApi()
+    one = Leader(api, "system", "operator", "one", clock, lasts=seconds)
+    await one.acquire()
+    died = clock.now
+    await candidate(api, clock, "two").acquire()
+    assert seconds <= clock.now - died < seconds + LEASE_SECONDS * RENEWED * 2
+    three = Leader(api, "system", "operator", "three", clock, lasts=seconds)
+    api.objects.clear()
+    await three.acquire()
+    api.refusal = ApiError(503, "", "the API server is away")
+    away = clock.now
+    with pytest.raises(LostLease):
+        await three.hold()
+    assert clock.now - away < seconds
+
+
+async def test_who_waits_is_told_by_a_watch_that_the_lease_is_given_back(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not look again to have it: before a pod that is made in place of the first."""
+    api = FakeApi()
+    one, two = candidate(api, clock, "one"), candidate(api, clock, "two")
+    await one.acquire()
+    monkeypatch.setattr(module.asyncio, "sleep", lambda _: asyncio.Event().wait())  # for ever
+    waiting = asyncio.create_task(two.acquire())
+    await turns(waiting)
+    await one.acquire()  # renews
+    await turns(waiting)
+    assert not waiting.done()
+    assert holder(api) == "one"
+    await one.release()
+    await turns(waiting)
+    assert waiting.done()
+    assert two.leads
+    assert holder(api) == "two"
+
+
+async def turns(task: asyncio.Task[None]) -> None:
+    """Let a task get on as far as it can."""
+    for _ in range(50):
+        await asyncio.wait([task], timeout=0)
+
+
 async def test_only_the_holder_gives_back(clock: Clock) -> None:
     api = FakeApi()
     one, two = candidate(api, clock, "one"), candidate(api, clock, "two")
@@ -104,7 +154,7 @@ async def test_only_the_holder_gives_back(clock: Clock) -> None:
     assert holder(api) == "one"
 
 
-async def test_who_cannot_renew_stops_before_another_may_begin(clock: Clock) -> None:
+async def test_who_cannot_renew_stops_before_another_may_begin_and_can_lead_again(clock: Clock) -> None:
     api = FakeApi()
     one = candidate(api, clock, "one")
     await one.acquire()
@@ -114,6 +164,9 @@ async def test_who_cannot_renew_stops_before_another_may_begin(clock: Clock) -> 
         await one.hold()
     assert GIVE_UP_SECONDS <= clock.now - renewed < LEASE_SECONDS
     assert not one.leads
+    api.refusal = None
+    await one.acquire()
+    one.check()
 
 
 async def test_a_short_absence_of_the_api_server_is_borne(clock: Clock) -> None:
@@ -169,13 +222,11 @@ async def test_who_does_not_lead_may_not_write(clock: Clock) -> None:
         candidate(FakeApi(), clock, "one").check()
 
 
-async def test_who_has_lost_the_lease_can_get_it_again(clock: Clock) -> None:
-    api = FakeApi()
-    one = candidate(api, clock, "one")
-    await one.acquire()
-    api.refusal = ApiError(503, "", "the API server is away")
-    with pytest.raises(LostLease):
-        await one.hold()
-    api.refusal = None
-    await one.acquire()
-    one.check()
+@pytest.mark.parametrize("text", ["2", "601", "-5", "soon", "1.5"])
+def test_a_time_that_no_lease_can_have_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--lease-seconds={text}"])
+    assert f"{text!r} is not a number of seconds from 3 to 600" in capsys.readouterr().err
+    assert parser.parse_args([]).lease_seconds == LEASE_SECONDS

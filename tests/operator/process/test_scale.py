@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tandem.kube import resources as kinds
-from tandem.operator.process.leader import RENEW_SECONDS
+from tandem.operator.process.leader import LEASE_SECONDS, RENEWED
 
 from ...api.conftest import _assets
 from .plane import Cluster, cluster, plane, until
@@ -31,7 +31,7 @@ async def test_many_endpoints_at_rest_cost_a_lease_and_a_restart_writes_nothing(
                 await settle(kube, "many", ENDPOINTS, 300)
                 rest = await at_rest(one, seconds=20)
                 assert {verb for verb, count in rest.requests.items() if count} <= {"get", "update", "watch"}
-                lease = 60 / RENEW_SECONDS
+                lease = 60 / (LEASE_SECONDS * RENEWED)
                 assert rest.requests["get"] <= lease + 3
                 assert rest.requests["update"] <= lease + 3
                 took = sorted(await latencies(kube, "many", ENDPOINTS, 30))

@@ -9,7 +9,8 @@ import pytest
 
 from tandem.kube import ApiError, Object, Resource
 from tandem.kube import resources as kinds
-from tandem.operator.webhooks.trust import WEBHOOK, trust
+from tandem.operator.names import WEBHOOK
+from tandem.operator.webhooks.trust import trust
 
 
 class Api:

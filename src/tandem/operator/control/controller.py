@@ -50,7 +50,7 @@ class Controller:
         self._now = now
         self._recorder = Recorder(client)
         self._logs = EngineLogs(client, now)
-        self._owned = Owned(client, watches.owned)
+        self._owned = Owned(client, watches.owned, scales=lambda: watches.served(kinds.SCALED_OBJECT))
         self._desired: dict[Key, tuple[object, Desired]] = {}
         self._told: dict[Key, tuple[list[str], Object]] = {}
         """The status last written, and the versions of the endpoint that it was not in yet; the last of them

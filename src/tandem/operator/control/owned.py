@@ -15,6 +15,7 @@ from tandem.kube import ApiError, Key, Object, Resource, key_of, resource_of
 from tandem.kube import resources as kinds
 from tandem.operator.control.desired import UID_ANNOTATION
 from tandem.operator.control.likeness import covers
+from tandem.operator.control.replicas import autoscaled, numbered, unnumbered
 
 MANAGER = "tandem-operator"
 """The field manager of all that the operator writes."""
@@ -31,6 +32,9 @@ REPLACED = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.ROLE_BINDING)
 """Kinds whose objects may be deleted and made anew where a field cannot be changed: no pod ends by it."""
 
 _UNCHANGEABLE = ("immutable", "may not change once set", "cannot change")
+
+_ATTEMPTS = 5
+"""To apply a Deployment between two changes by others."""
 
 _SERVERS = ("resourceVersion", "generation", "managedFields", "selfLink", "creationTimestamp", "uid")
 
@@ -89,10 +93,14 @@ class Owned:
         client: Writer,
         seen: Mapping[Resource, Mapping[Key, Object]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        scales: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`seen`: the objects of each resource as watches show them."""
+        """`seen`: the objects of each resource as watches show them. `scales`: whether the cluster has an
+        autoscaler for those that want one."""
         self._client = client
         self._seen = seen
+        self._scales = scales
         self._clock = clock
         self._applied: dict[Place, _Applied] = {}
 
@@ -126,7 +134,7 @@ class Owned:
 
     async def _apply(self, desired: Object, resource: Resource, there: Object | None) -> Object:
         try:
-            return await self._offer(desired, resource)
+            return await self._offer(desired, resource, there)
         except Refused as error:
             if there is None or not any(said in error.message for said in _UNCHANGEABLE):
                 raise
@@ -135,15 +143,23 @@ class Owned:
         metadata = there["metadata"]
         log.info("%s %s cannot be changed: it is made anew", desired["kind"], metadata["name"])
         await self._client.delete(resource, metadata["name"], metadata.get("namespace"), uid=metadata["uid"])
-        return await self._offer(desired, resource)
+        return await self._offer(desired, resource, None)
 
-    async def _offer(self, desired: Object, resource: Resource) -> Object:
-        try:
-            return await self._client.apply(desired, resource, manager=MANAGER)
-        except ApiError as error:
-            if error.final:
-                raise Refused(desired, error.message, terminating=error.terminating) from error
-            raise
+    async def _offer(self, desired: Object, resource: Resource, there: Object | None) -> Object:
+        attempts = _ATTEMPTS if autoscaled(desired) else 1
+        while True:
+            attempts -= 1
+            try:
+                made = numbered(desired, there, scales=self._scales())
+                return await self._client.apply(made, resource, manager=MANAGER)
+            except ApiError as error:
+                if error.final:
+                    raise Refused(desired, error.message, terminating=error.terminating) from error
+                if not (attempts and error.conflict):
+                    raise
+            # An autoscaler, or the controller with its status, was faster.
+            namespace, name = key_of(desired)
+            there = await self._client.get(resource, name, namespace)
 
     def _left(self, resource: Resource, key: Key, wanted: bytes, made: Object, shown: Object | None) -> None:
         version = None if shown is None else shown["metadata"]["resourceVersion"]
@@ -194,9 +210,10 @@ def _signed(desired: Object, digest: bytes) -> Object:
 
 
 def _settled(found: Object) -> Object:
-    """The object without what changes by itself: its status, and what the API server keeps."""
+    """The object without what changes by itself: its status, what the API server keeps, and what an
+    autoscaler decides."""
     metadata = {name: value for name, value in found["metadata"].items() if name not in _SERVERS}
-    return {**found, "metadata": metadata, "status": None}
+    return {**unnumbered(found), "metadata": metadata, "status": None}
 
 
 def _digest(found: Object) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.kube import Key, Object, key_of
 from tandem.operator import names
+from tandem.operator.control.rollout import MISSING, Rollout, rollout
 from tandem.operator.control.trouble import Trouble, condition, is_loading, most_telling, pod_trouble
 from tandem.operator.texts import shortened, stamp
 
@@ -65,37 +66,16 @@ class Outcome:
     """CSI drivers that its volumes need and the cluster does not have."""
 
 
-@dataclass(frozen=True)
-class Role:
+@dataclass(frozen=True, kw_only=True)
+class Role(Rollout):
     component: str
-    desired: int
-    ready: int
-    updated: int
-    total: int
-    """Pods of all revisions, without those that are ending."""
-    observed: bool
-    """The Deployment is there, and its controller has seen its newest form."""
-    stuck: bool
+    stuck: bool = False
     """It did not get on within its deadline."""
-    trouble: Trouble | None
-    blocked: str | None
+    trouble: Trouble | None = None
+    blocked: str | None = None
     """Why pods cannot even be created."""
     loading: int = 0
     """Pods whose engine runs and does not answer yet."""
-
-    @property
-    def whole(self) -> bool:
-        """Pods are as they should be, and there are no others: an old one that is ready counts for none that
-        is not."""
-        return self.observed and self.ready >= self.desired and self.rolled
-
-    @property
-    def rolled(self) -> bool:
-        return self.updated >= self.desired and self.total <= self.updated
-
-    @property
-    def serving(self) -> bool:
-        return self.ready > 0 or (self.observed and self.desired == 0)
 
     @property
     def cause(self) -> str:
@@ -198,8 +178,7 @@ def _role(
     warnings: Mapping[str, Sequence[Object]],
 ) -> Role:
     if deployment is None:
-        return Role(wanted.component, 1, 0, 0, 0, False, False, None, None)
-    status = deployment.get("status", {})
+        return Role(component=wanted.component, **vars(MISSING))
     mine = [p for p in pods if p["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == wanted.component]
     troubles = (pod_trouble(pod, warnings.get(pod["metadata"]["uid"], ())) for pod in mine)
     failure = condition(deployment, "ReplicaFailure")
@@ -207,12 +186,7 @@ def _role(
     late = condition(deployment, "Progressing").get("reason") == "ProgressDeadlineExceeded"
     return Role(
         component=wanted.component,
-        desired=deployment["spec"].get("replicas", 1),
-        ready=status.get("readyReplicas", 0),
-        updated=status.get("updatedReplicas", 0),
-        total=status.get("replicas", 0),
-        observed=status.get("observedGeneration", 0)
-        >= max(applied, deployment["metadata"].get("generation", 0)),
+        **vars(rollout(deployment, applied)),
         stuck=late,
         trouble=most_telling(trouble for trouble in troubles if trouble),
         blocked=blocked,
@@ -265,7 +239,7 @@ def _state(outcome: Outcome, roles: Sequence[Role], before: Object, generation: 
         return FAILED
     # A pod that goes and comes back is no new deployment.
     done = before.get("state") == COMPLETE and before.get("observedGeneration") == generation
-    if done and all(role.serving and role.observed and role.rolled for role in roles):
+    if done and all(role.serving and role.rolled for role in roles):
         return COMPLETE
     return IN_PROGRESS
 
@@ -364,7 +338,7 @@ def _others(outcome: Outcome, paused: bool) -> Iterable[Object]:
             False,
             "KedaMissing",
             f"the cluster does not have {kinds}: install KEDA, and the endpoint scales; until then the "
-            "number of pods stays as it is",
+            "number of pods is the resource's",
         )
     if outcome.refused and not outcome.problems:
         yield _condition("ObjectsApplied", False, "Refused", "; ".join(outcome.refused))

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from tandem.kube import Object
+from tandem.operator import names
 from tandem.operator.texts import shortened
 
 LONGEST_TEXT = 600
@@ -16,6 +17,9 @@ LONGEST_TEXT = 600
 UNHEALTHY_SECONDS = 30.0
 """A container that runs for so long and still fails a probe is in trouble."""
 
+_APART, _OTHER_NODES = "didn't match pod affinity rules", "didn't match Pod's node affinity/selector"
+"""The scheduler's words (kube-scheduler, plug-ins InterPodAffinity and NodeAffinity)."""
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _STARTING = ("ContainerCreating", "PodInitializing")
 _PULLING = ("ErrImagePull", "ImagePullBackOff")
 """A kubelet says the one after a try and the other between two: it is the same trouble."""
@@ -108,7 +112,36 @@ def _unschedulable(pod: Object) -> _Found | None:
     reason = found.get("reason") or "Unschedulable"
     if reason == "SchedulingGated":
         return reason, "the pod waits for its scheduling gates"
-    return reason, _short(found.get("message") or "no node takes the pod")
+    said = _short(found.get("message") or "no node takes the pod")
+    return reason, " ".join([said, *_labels_missed(pod, said)])
+
+
+def _labels_missed(pod: Object, said: str) -> Iterator[str]:
+    """What the scheduler leaves out where labels keep a pod from all nodes: which, and what to do."""
+    spec = pod.get("spec", {})
+    affinity = spec.get("affinity") or {}
+    if _APART in said:
+        terms = (affinity.get("podAffinity") or {}).get(_REQUIRED) or ()
+        if any(term.get("topologyKey") == names.ZONE_LABEL for term in terms):
+            yield (
+                "The pods of an endpoint go into one zone (spec.pdSpec.topologySpec.sameAZ), and a node "
+                f"without the label {names.ZONE_LABEL} is in none: label the nodes, or set sameAZ to false."
+            )
+    if _OTHER_NODES in said and "Insufficient" not in said:  # else there are such nodes, without room
+        asked = [" and ".join(f"{key}={value}" for key, value in (spec.get("nodeSelector") or {}).items())]
+        terms = ((affinity.get("nodeAffinity") or {}).get(_REQUIRED) or {}).get("nodeSelectorTerms") or ()
+        alternatives = (" and ".join(map(_label, term.get("matchExpressions") or ())) for term in terms)
+        asked.append(" or ".join(filter(None, alternatives)))
+        if wanted := " and ".join(filter(None, asked)):
+            yield f"The pod takes nodes with {wanted}: label nodes so, or change what the resource asks for."
+
+
+def _label(expression: Object) -> str:
+    """As the label that satisfies it, for the operator that most expressions have."""
+    key, operator, values = expression["key"], expression["operator"], expression.get("values") or ()
+    if operator == "In":
+        return " or ".join(f"{key}={value}" for value in values)
+    return " ".join([key, operator, *([", ".join(values)] if values else [])])
 
 
 def _lost(pod: Object, status: Object) -> _Found | None:

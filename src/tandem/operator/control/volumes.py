@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from tandem.kube import Object, resource_of
 from tandem.kube import resources as kinds
+from tandem.operator.control.rollout import rollout
 
 
 def in_use(found: Object, objects: Iterable[Object], pods: Iterable[Object]) -> bool:
@@ -23,7 +24,7 @@ def in_use(found: Object, objects: Iterable[Object], pods: Iterable[Object]) -> 
     else:
         return False
     deployments = [there for there in objects if resource_of(there) == kinds.DEPLOYMENT]
-    if not all(map(_rolled_out, deployments)):
+    if not all(rollout(there).rolled for there in deployments):
         return True
     specs = [pod.get("spec", {}) for pod in pods]
     specs += [there["spec"]["template"]["spec"] for there in deployments]
@@ -36,15 +37,6 @@ def worn_out(found: Object) -> bool:
     phase = found.get("status", {}).get("phase")
     resource = resource_of(found)
     return (resource == kinds.VOLUME and phase == "Released") or (resource == kinds.CLAIM and phase == "Lost")
-
-
-def _rolled_out(deployment: Object) -> bool:
-    status, count = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
-    return bool(
-        status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-        and status.get("updatedReplicas", 0) >= count
-        and status.get("replicas", 0) <= status.get("updatedReplicas", 0)
-    )
 
 
 def _claims(pod_spec: Object) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tandem.api.crd import PLURAL
+from tandem.api.crd import NAME, PLURAL
 from tandem.api.models import GROUP, KIND
 from tandem.kube import Client, Key, Object, Reflector, Resource, key_of
 from tandem.kube import resources as kinds
@@ -50,8 +50,9 @@ class Watches:
         self._group: asyncio.TaskGroup | None = None
         self.gone: list[Callable[[Resource, Key], None]] = []
         """Told of each owned object that is no longer there."""
-        self.defined: list[Callable[[str], None]] = []
-        """Told the name of each definition that is new or has changed."""
+        self.reapplied: list[Callable[[], None]] = []
+        """Told when the resource's definition or the webhooks' configuration is new or has changed: who
+        applies them takes our certificate out of them."""
         self.endpoints = Reflector(client, ENDPOINT, self._endpoint)
         self.owned = {
             resource: Reflector(client, resource, self._owner_of(resource), labels=MANAGED)
@@ -60,12 +61,19 @@ class Watches:
         self.pods = Reflector(client, kinds.POD, self._pod, labels=names.COMPONENT_LABEL)
         self.drivers = Reflector(client, kinds.CSI_DRIVER, self._driver, metadata_only=True)
         self.definitions = Reflector(client, kinds.DEFINITION, self._definition, metadata_only=True)
+        self.webhooks = Reflector(
+            client,
+            kinds.VALIDATING_WEBHOOK,
+            self._webhook,
+            fields=f"metadata.name={names.WEBHOOK}",
+            metadata_only=True,
+        )
 
     @property
     def always(self) -> list[Reflector]:
         """Those of kinds that every cluster has."""
         owned = [reflector for resource, reflector in self.owned.items() if resource not in OPTIONAL]
-        return [self.definitions, self.drivers, self.endpoints, *owned, self.pods]
+        return [self.definitions, self.drivers, self.webhooks, self.endpoints, *owned, self.pods]
 
     def served(self, resource: Resource) -> bool:
         """Whether the cluster has this kind, if it is an optional one."""
@@ -152,13 +160,20 @@ class Watches:
             for key in list(self.endpoints):
                 self._changed(key)
 
+    def _webhook(self, before: Object | None, after: Object | None) -> None:
+        if after is not None:
+            self._tell_of_certificate()
+
+    def _tell_of_certificate(self) -> None:
+        for told in self.reapplied:
+            told()
+
     def _definition(self, before: Object | None, after: Object | None) -> None:
         """Kinds of other projects come and go with their definitions."""
         found = after or before
         assert found is not None
-        if after is not None:
-            for told in self.defined:
-                told(found["metadata"]["name"])
+        if after is not None and found["metadata"]["name"] == NAME:
+            self._tell_of_certificate()
         for resource in OPTIONAL:
             if found["metadata"]["name"] != resource.definition:
                 continue

@@ -9,6 +9,8 @@ from typing import Any
 
 from tandem.operator import names
 from tandem.operator.plan import Plan
+from tandem.operator.scaling import at_start
+from tandem.operator.wishes import AutoScaling
 
 Object = dict[str, Any]
 """A Kubernetes object, or a part of one, as it is written in YAML."""
@@ -36,6 +38,24 @@ def head(
     if annotations:
         metadata["annotations"] = dict(annotations)
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
+
+
+def deployment_head(
+    plan: Plan,
+    name: str,
+    component: str,
+    annotations: Mapping[str, str],
+    replicas: int,
+    scaling: AutoScaling | None,
+    *,
+    system: bool = False,
+) -> Object:
+    """A Deployment's metadata, and in its spec the number of pods. Where that is an autoscaler's, who applies
+    the object leaves it alone, and an annotation says with how many the operator starts."""
+    start = at_start(plan, scaling, replicas)
+    told = dict(annotations) | ({} if start is None else {names.START_ANNOTATION: str(start)})
+    made = head(plan, "apps/v1", "Deployment", name, component, system=system, annotations=told)
+    return made | {"spec": {"replicas": replicas} if start is None else {}}
 
 
 def locked(user: int | None) -> Object:

@@ -10,7 +10,7 @@ from tandem.operator.objects.common import (
     Object,
     collector,
     config_hash,
-    head,
+    deployment_head,
     http_probe,
     locked,
     resources,
@@ -18,7 +18,7 @@ from tandem.operator.objects.common import (
 )
 from tandem.operator.plan import Plan
 from tandem.operator.routing import router_config
-from tandem.operator.scaling import is_scaled, router_scaling
+from tandem.operator.scaling import router_scaling
 from tandem.operator.texts import literal
 
 _TOKEN = "kube-api-access"
@@ -34,9 +34,8 @@ def deployment(plan: Plan, config: Object | None) -> Object:
     selector = plan.names.router_selector()
     grace = sizes.grace(plan.times, 0, "", plan.router_leaves)
     annotations = {names.SIZES_ANNOTATION: f"{plan.times.reason}\n{grace.reason}\n"}
-    made = head(
-        plan, "apps/v1", "Deployment", plan.names.router, "router", system=True, annotations=annotations
-    )
+    scaling = router_scaling(plan)
+    made = deployment_head(plan, plan.names.router, "router", annotations, 1, scaling, system=True)
     containers = [_router(plan)]
     if config is not None:
         mount = {
@@ -71,7 +70,7 @@ def deployment(plan: Plan, config: Object | None) -> Object:
         template["annotations"] = {names.CONFIG_ANNOTATION: config_hash([config]), **scrape_annotations()}
     return made | {
         "spec": {
-            **({} if is_scaled(plan, router_scaling(plan)) else {"replicas": 1}),
+            **made["spec"],
             "revisionHistoryLimit": 3,
             "strategy": _strategy(plan),
             "selector": {"matchLabels": selector},

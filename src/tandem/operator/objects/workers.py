@@ -14,7 +14,7 @@ from tandem.operator.objects.common import (
     Object,
     collector,
     config_hash,
-    head,
+    deployment_head,
     http_probe,
     locked,
     resources,
@@ -23,7 +23,6 @@ from tandem.operator.objects.common import (
 from tandem.operator.placement import affinity, tolerations
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
-from tandem.operator.scaling import is_scaled
 from tandem.operator.wishes import deploy_seconds, section
 
 _CONFIG = "/etc/tandem"
@@ -40,14 +39,8 @@ def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
     """`config` is the pool's ConfigMap."""
     name = plan.names.pool(pool.role)
     labels = plan.names.labels(pool.component) | plan.names.pool_selector(pool.role)
-    made = head(
-        plan,
-        "apps/v1",
-        "Deployment",
-        name,
-        pool.component,
-        annotations={names.SIZES_ANNOTATION: "\n".join(_reasons(plan, pool)) + "\n"},
-    )
+    told = {names.SIZES_ANNOTATION: "\n".join(_reasons(plan, pool)) + "\n"}
+    made = deployment_head(plan, name, pool.component, told, pool.replicas, pool.scaling)
     if pool.role is not None:
         made["metadata"]["labels"][names.ROLE_LABEL] = pool.role.value
     if plan.disaggregated:
@@ -57,8 +50,7 @@ def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
         annotations |= scrape_annotations()
     return made | {
         "spec": {
-            # An autoscaler's own number is left alone.
-            **({} if is_scaled(plan, pool.scaling) else {"replicas": pool.replicas}),
+            **made["spec"],
             "revisionHistoryLimit": 3,
             # Kubernetes takes none that is over before a pod counts as available.
             "progressDeadlineSeconds": max(deploy_seconds(plan.spec), sizes.DRAIN_DELAY + 1),

@@ -8,23 +8,24 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
-from tandem.kube import ApiError, KubeError, Object, Resource
+from tandem.kube import ApiError, KubeError, Object, Reflector, Resource
 from tandem.kube import resources as kinds
+from tandem.kube.reflector import Source
 from tandem.operator.control.owned import MANAGER
 
-LEASE_SECONDS = 15.0
+LEASE_SECONDS = 15
 """How long a lease holds without being renewed."""
-RENEW_SECONDS = 3.0
-"""Between two renewals."""
-GIVE_UP_SECONDS = 10.0
-"""A holder that could not renew for so long stops before another may begin."""
+RENEWED = 1 / 5
+"""The part of that between two renewals."""
+GIVEN_UP = 2 / 3
+"""The part after which a holder that could not renew stops, before another may begin."""
 
 log = logging.getLogger(__name__)
 
 
-class Leases(Protocol):
+class Leases(Source, Protocol):
     async def get(self, resource: Resource, name: str, namespace: str | None = ...) -> Object | None: ...
     async def create(self, made: Object, resource: Resource, *, manager: str) -> Object: ...
     async def replace(self, made: Object, resource: Resource, *, manager: str) -> Object: ...
@@ -45,35 +46,69 @@ class Leader:
         name: str,
         identity: str,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        lasts: int = LEASE_SECONDS,
     ) -> None:
+        """`lasts`: seconds, see LEASE_SECONDS."""
         self._client = client
+        self._lasts = lasts
+        self._renew, self._give_up = lasts * RENEWED, lasts * GIVEN_UP
         self._namespace, self._name = namespace, name
         self._identity = identity
         self._clock = clock
         self._seen: tuple[object, float] = (None, 0.0)
         """The last record, and when it was first seen so."""
         self._renewed = -float("inf")
+        self._free = asyncio.Event()
+        """Set when the lease is seen to be nobody's."""
         self.leads = False
 
     async def acquire(self) -> None:
         """Returns once this candidate holds the lease."""
-        waited = False
-        while not await self._attempt():
-            if not waited:
-                log.info("another operator holds the lease %s/%s: waiting", self._namespace, self._name)
-                waited = True
-            await asyncio.sleep(RENEW_SECONDS * random.uniform(0.8, 1.2))
+        if not await self._attempt():
+            log.info("another operator holds the lease %s/%s: waiting", self._namespace, self._name)
+            # It is told when the lease is given back, and so has it before a pod that has yet to start.
+            watch = asyncio.create_task(self._lease().run())
+            try:
+                await self._pause()
+                while not await self._attempt():
+                    await self._pause()
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
         self.leads = True
         log.info("holds the lease %s/%s as %s", self._namespace, self._name, self._identity)
+
+    def _lease(self) -> Reflector:
+        def changed(_: Object | None, after: Object | None) -> None:
+            # One that someone deletes is not given back: its holder makes it anew.
+            if after is not None and not after.get("spec", {}).get("holderIdentity"):
+                self._free.set()
+
+        fields = f"metadata.name={self._name}"
+        return Reflector(self._client, kinds.LEASE, changed, namespace=self._namespace, fields=fields)
+
+    async def _pause(self) -> None:
+        """Until the next look at a lease that may have run out, or at once when it is free."""
+        waits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(asyncio.sleep(self._renew * random.uniform(0.8, 1.2))),
+            asyncio.create_task(self._free.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._free.clear()
 
     async def hold(self) -> None:
         """Renews until it cannot. Raises LostLease."""
         try:
             while True:
-                await asyncio.sleep(RENEW_SECONDS)
+                await asyncio.sleep(self._renew)
                 if await self._attempt():
                     continue
-                if self._taken or self._clock() - self._renewed > GIVE_UP_SECONDS:
+                if self._taken or self._clock() - self._renewed > self._give_up:
                     raise LostLease(f"lease {self._namespace}/{self._name} is lost")
         finally:
             self.leads = False
@@ -81,7 +116,7 @@ class Leader:
     def check(self) -> None:
         """Raises LostLease where the lease may have run out: a process that was frozen and goes on does not
         know it before it has asked."""
-        if not self.leads or self._clock() - self._renewed > GIVE_UP_SECONDS:
+        if not self.leads or self._clock() - self._renewed > self._give_up:
             raise LostLease(f"lease {self._namespace}/{self._name} may be another's: nothing is written")
 
     async def release(self) -> None:
@@ -103,7 +138,7 @@ class Leader:
     async def _attempt(self) -> bool:
         """Take the lease, or renew it; False where another holds it or the API server does not answer."""
         try:
-            async with asyncio.timeout(GIVE_UP_SECONDS / 2):
+            async with asyncio.timeout(self._give_up / 2):
                 return await self._take()
         except ApiError as error:
             if not error.conflict:
@@ -131,7 +166,7 @@ class Leader:
             if record != self._seen[0]:
                 self._seen = record, asked
             holder = spec.get("holderIdentity")
-            lasts = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+            lasts = float(spec.get("leaseDurationSeconds") or self._lasts)
             if holder not in ("", None, self._identity) and asked - self._seen[1] < lasts:
                 return False
             lease["spec"] = spec | self._record(spec)
@@ -143,7 +178,7 @@ class Leader:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         record: Object = {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": int(LEASE_SECONDS),
+            "leaseDurationSeconds": self._lasts,
             "renewTime": now,
         }
         if before.get("holderIdentity") != self._identity:

@@ -29,15 +29,15 @@ class Loop:
         client: Client,
         settings: Settings,
         metrics: Metrics,
-        defined: Callable[[str], None] | None = None,
+        reapplied: Callable[[], None] | None = None,
     ) -> None:
-        """`defined` is told the name of each definition (CRD) that is new or has changed."""
+        """`reapplied` is told when API servers may no longer know our webhooks' certificate."""
         self._queue: WorkQueue[Key] = WorkQueue()
         self._metrics = metrics
         self._watches = Watches(client, self._queue.add)
         self._controller = Controller(client, self._watches, settings)
-        if defined is not None:
-            self._watches.defined.append(defined)
+        if reapplied is not None:
+            self._watches.reapplied.append(reapplied)
         metrics.watch_loop(lambda: len(self._queue), lambda: self.age, lambda: len(self._watches.endpoints))
 
     @property

@@ -10,14 +10,13 @@ import socket
 import ssl
 import tempfile
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.api.crd import NAME
 from tandem.kube import Client, KubeError, connect
 from tandem.operator.process.alone import check_alone
-from tandem.operator.process.leader import Leader, LostLease
+from tandem.operator.process.leader import LEASE_SECONDS, Leader, LostLease
 from tandem.operator.process.loop import Loop
 from tandem.operator.process.metrics import Metrics
 from tandem.operator.process.serving import health_app, metrics_app, serving, tls_context, webhook_app
@@ -29,7 +28,9 @@ from tandem.operator.webhooks.trust import trust
 STALE_SECONDS = 180.0
 """A leader that has not heard the API server for so long is not ready."""
 CERTIFICATE_SECONDS = 86_400.0
-"""Between two looks at the webhooks' certificate."""
+"""Between two looks at the webhooks' certificate, where no watch asks for one."""
+CERTIFICATE_AGAIN_SECONDS = 10.0
+"""After one that failed."""
 LEASE = "tandem-operator"
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class OperatorConfig:
     kubeconfig: Path | None = None
     context: str | None = None
     leader_elect: bool = True
+    lease_seconds: int = LEASE_SECONDS
+    """After so long another takes over from one that has died."""
     take_over: bool = False
     host: str | None = None
     """Where it listens; None: on all addresses."""
@@ -120,14 +123,12 @@ class _Operator:
 
     async def _lead(self, namespace: str) -> None:
         """Works while it holds the lease. Without it, it stands by: its webhooks are served all the time."""
-        leader = Leader(self._client, namespace, LEASE, self._config.identity)
+        config = self._config
+        leader = Leader(self._client, namespace, LEASE, config.identity, lasts=config.lease_seconds)
         while True:
             await leader.acquire()
-            self._metrics.leads.set(1)
             try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(leader.hold())
-                    group.create_task(self._work(self._client.guarded(leader.check)))
+                await self._led(leader)
             except ExceptionGroup as failures:
                 _, others = failures.split(LostLease)
                 if others:
@@ -137,19 +138,21 @@ class _Operator:
             except asyncio.CancelledError:
                 await leader.release()
                 raise
-            finally:
-                self._loop = None
-                self._metrics.loop_ended()
-                self._metrics.leads.set(0)
+
+    async def _led(self, leader: Leader) -> None:
+        self._metrics.leads.set(1)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(leader.hold())
+                group.create_task(self._work(self._client.guarded(leader.check)))
+        finally:  # before the lease is given back
+            self._loop = None
+            self._metrics.loop_ended()
+            self._metrics.leads.set(0)
 
     async def _work(self, client: Client) -> None:
-        self._loop = Loop(client, self._config.settings, self._metrics, self._defined)
+        self._loop = Loop(client, self._config.settings, self._metrics, self._distrusted.set)
         await self._loop.run()
-
-    def _defined(self, name: str) -> None:
-        """Who applies the definition again takes the certificate out of it."""
-        if name == NAME:
-            self._distrusted.set()
 
     def _not_ready(self) -> str | None:
         if not self._started:
@@ -177,16 +180,17 @@ class _Operator:
         await trust(self._client, config.webhook_service, namespace, made.bundle)
 
     async def _renew(self, folder: Path, context: ssl.SSLContext, *, own: bool) -> None:
+        pause = CERTIFICATE_SECONDS
         while True:
-            try:
-                async with asyncio.timeout(CERTIFICATE_SECONDS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
                     await self._distrusted.wait()
-            except TimeoutError:
-                pass
             self._distrusted.clear()
+            pause = CERTIFICATE_SECONDS
             try:
                 if own:
                     await self._certificate(folder)
                 context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
             except (KubeError, OSError) as error:
                 log.warning("the webhooks' certificate could not be renewed: %s", error)
+                pause = CERTIFICATE_AGAIN_SECONDS

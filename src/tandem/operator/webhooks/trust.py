@@ -8,9 +8,8 @@ from tandem.api.crd import NAME
 from tandem.kube import ApiError, Client, Object
 from tandem.kube import resources as kinds
 from tandem.operator.control.owned import MANAGER
+from tandem.operator.names import WEBHOOK
 
-WEBHOOK = "tandem-inferenceendpointconfigs"
-"""The ValidatingWebhookConfiguration that is installed with the operator."""
 CONVERT_PATH, VALIDATE_PATH = "/convert", "/validate"
 
 _ATTEMPTS = 5

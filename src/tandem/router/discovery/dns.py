@@ -27,6 +27,7 @@ from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import ENGINES_LIMIT, Subscriptions
 from tandem.router.discovery.trouble import Trouble
 from tandem.router.engines import EngineRole
+from tandem.router.few import few
 
 logger = logging.getLogger("tandem.router")
 
@@ -227,10 +228,8 @@ class DnsDiscovery(Discovery):
         if not troubles:
             self._trouble.over()
             return
-        shown = "; ".join(sorted(troubles)[:_SHOWN])
-        more = f"; and {len(troubles) - _SHOWN:,} more" if len(troubles) > _SHOWN else ""
         then = "those found stay in use" if self._members else "there are none"
-        self._trouble.tell(f"{shown}{more}; {then}")
+        self._trouble.tell("; ".join([*few(sorted(troubles), _SHOWN), then]))
 
 
 def _parsed(name: str) -> Name:

@@ -12,6 +12,7 @@ from tandem.config import Subscription, engine_labels, engine_url
 from tandem.http import Origin
 from tandem.router.discovery.base import Member
 from tandem.router.engines import EngineRole
+from tandem.router.few import few
 
 try:
     from yaml import CBaseLoader as _Loader
@@ -77,8 +78,7 @@ def _members(nodes: list[yaml.Node], subscriptions: Subscriptions) -> frozenset[
         except _Mistake as mistake:
             mistakes.append(str(mistake))
     if mistakes:
-        more = f"; and {len(mistakes) - _SHOWN:,} more mistakes" if len(mistakes) > _SHOWN else ""
-        raise BadList("; ".join(mistakes[:_SHOWN]) + more)
+        raise BadList("; ".join(few(mistakes, _SHOWN)))
     return frozenset(member for _, member in members.values())
 
 

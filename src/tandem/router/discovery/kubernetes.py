@@ -21,6 +21,7 @@ from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import ENGINES_LIMIT, Subscriptions
 from tandem.router.discovery.trouble import Trouble
 from tandem.router.engines import EngineRole
+from tandem.router.few import few
 
 ROLE_LABEL = "inference.sagemaker.aws.amazon.com/dpd-role"
 """Of pods: prefill or decode. Those without it serve whole requests."""
@@ -231,10 +232,7 @@ class KubernetesDiscovery(Discovery):
         # Of pods that claim one address the newest has it.
         by_age = sorted(self._found.values(), key=lambda found: found[0])
         found = frozenset({member.url: member for _, member in by_age}.values())
-        troubles = sorted(self._mistakes.values())
-        shown = troubles[:_SHOWN]
-        if len(troubles) > _SHOWN:
-            shown.append(f"and {len(troubles) - _SHOWN:,} more")
+        shown = few(sorted(self._mistakes.values()), _SHOWN)
         if len(found) > self._limit:
             shown.append(f"there are more than {self._limit:,} pods")
         else:

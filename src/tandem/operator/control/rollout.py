@@ -1,0 +1,49 @@
+"""How far a Deployment has got with what is asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.kube import Object
+
+
+@dataclass(frozen=True)
+class Rollout:
+    desired: int
+    ready: int
+    updated: int
+    total: int
+    """Pods of all revisions, without those that are ending."""
+    observed: bool
+    """The Deployment is there, and its controller has seen its newest form."""
+
+    @property
+    def rolled(self) -> bool:
+        """Pods are of the newest revision, and there are no others."""
+        return self.observed and self.updated >= self.desired and self.total <= self.updated
+
+    @property
+    def whole(self) -> bool:
+        """Pods are as they should be: an old one that is ready counts for none that is not."""
+        return self.rolled and self.ready >= self.desired
+
+    @property
+    def serving(self) -> bool:
+        return self.ready > 0 or (self.observed and self.desired == 0)
+
+
+MISSING = Rollout(1, 0, 0, 0, observed=False)
+"""Of a Deployment that is not there."""
+
+
+def rollout(deployment: Object, applied: int = 0) -> Rollout:
+    """`applied`: its generation as it was last applied, which may be newer than the Deployment given."""
+    status = deployment.get("status", {})
+    newest = max(applied, deployment["metadata"].get("generation", 0))
+    return Rollout(
+        desired=deployment["spec"].get("replicas", 1),
+        ready=status.get("readyReplicas", 0),
+        updated=status.get("updatedReplicas", 0),
+        total=status.get("replicas", 0),
+        observed=status.get("observedGeneration", 0) >= newest,
+    )
