@@ -156,7 +156,7 @@ async def test_what_dies_is_started_again_and_both_is_told(world: World) -> None
     assert world.state.restart_at is None
     await world.comes_back()
     assert world.told[1:] == ["decode-0 is back after 1 s (restart 1)"]
-    assert world.saved == ["restarting", "starting", "ready"]
+    assert world.saved == ["restarting", "restarting", "starting", "ready"]
     await eventually(lambda: world.member.log.read_text().count("Initializing") == 2)
     text = world.member.log.read_text()
     assert text.index("no room") < text.index("==== tandem: restart 1 of decode-0") < text.rindex("INFO")

@@ -141,6 +141,7 @@ class Supervisor:
             self._changed()
             self._tell(f"{why}; restart {state.restarts} in {delay:g} s. Its log: {member.log}")
             await member.stop()
+            self._changed()
             await self._sleep(delay)
             why = None
             try:
