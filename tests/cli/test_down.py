@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cli import down
 from tandem.local import paths
-from tandem.local.record import find
+from tandem.local.record import find, this_process
 
 from .conftest import Tandem
 from .local_endpoints import up, written
@@ -95,6 +95,14 @@ def test_one_whose_up_is_gone_is_waited_for(capsys: pytest.CaptureFixture[str]) 
         assert down.stop(find(), patience=0.2) == 1
     assert down.stop(find(), patience=0.2) == 0
     capsys.readouterr()
+
+
+def test_the_next_one_in_the_same_place_is_let_be() -> None:
+    with up(pid_started=1) as (folder, state):
+        meant = find()
+        state.pid, state.pid_started = this_process()
+        state.save(folder)
+        assert down.stop(meant, patience=0.2) == 0
 
 
 def test_where_none_runs_that_is_said(tandem_command: Tandem) -> None:

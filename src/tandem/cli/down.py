@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -58,26 +59,20 @@ def stop(running: list[Found], patience: float = _PATIENCE_SECONDS) -> int:
 def _still_there(running: list[Found], seconds: float) -> list[Found]:
     """Those of the endpoints that have not ended, after so many seconds at the latest."""
     deadline = time.monotonic() + seconds
-    while (left := [f for f in running if _is_there(f.refresh())]) and time.monotonic() < deadline:
+    while (left := [f for f in running if _is_there(f)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return left
 
 
 def _is_there(found: Found) -> bool:
-    return found.running or found.has_up  # which gives up its lock a moment before it ends
+    if found.has_up:  # it gives up its lock a moment before it ends
+        return True
+    now = found.refresh()
+    return now.running and now.state.pid_started == found.state.pid_started  # else it is the next one
 
 
 def _signal(found: Found, number: signal.Signals) -> None:
     """Signal the `tandem up` of an endpoint, and never another process that has its pid by now."""
-    now = found.refresh()
-    try:
-        process = os.pidfd_open(now.state.pid)
-    except ProcessLookupError:
-        return
-    try:
-        if now.has_up:
-            signal.pidfd_send_signal(process, number)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(process)
+    if found.has_up:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found.state.pid, number)
