@@ -32,9 +32,9 @@ class Loop:
         defined: Callable[[str], None] | None = None,
     ) -> None:
         """`defined` is told the name of each definition (CRD) that is new or has changed."""
-        self._queue: WorkQueue[Key] = WorkQueue()
+        self._queue: WorkQueue[Key] = WorkQueue(group=lambda key: key[0])
         self._metrics = metrics
-        self._watches = Watches(client, self._queue.add)
+        self._watches = Watches(client, self._queue.add, settings.system_namespace)
         self._controller = Controller(client, self._watches, settings)
         if defined is not None:
             self._watches.defined.append(defined)
