@@ -278,3 +278,13 @@ def test_kv_bytes_are_those_of_the_models_config(
     config: dict[str, Any], ranks: int, size: int | None
 ) -> None:
     assert kv_bytes_per_token(config, ranks) == size
+
+
+def test_arguments_and_variables_beyond_what_a_program_is_started_with_are_told_and_not_read() -> None:
+    """Each is short enough; all together they are beyond all memory."""
+    long = [{"name": "A", "value": "x" * 10_000}, {"name": "B", "value": "$(A)" * 12}]
+    assert judged(environmentVariables=long, args=["--a=$(B)"] * 17) == []
+    many = judged(environmentVariables=long, args=["--a=$(B)"] * 900)
+    assert set(many) == {("IEC404", "spec.worker.args[17]")}
+    many = judged(environmentVariables=[*long, *({"name": f"C{i}", "value": "$(B)"} for i in range(900))])
+    assert set(many) == {("IEC232", "spec.worker.environmentVariables[18].value")}

@@ -60,6 +60,10 @@ async def test_a_list_is_whole_however_many_pages_it_has(
     assert [item["metadata"]["name"] for item in odd.items] == ["m1", "m3", "m5"]
     named = await client.list(CONFIG_MAP, namespace, fields="metadata.name=m4")
     assert [item["metadata"]["name"] for item in named.items] == ["m4"]
+    before = client.sent.total()
+    beginning = await client.list(CONFIG_MAP, namespace, whole=False)
+    assert [item["metadata"]["name"] for item in beginning.items] == ["m0", "m1", "m2"]
+    assert client.sent.total() - before == 1
 
 
 async def test_metadata_alone_can_be_listed_and_watched(client: Client, namespace: str) -> None:
@@ -309,6 +313,23 @@ async def test_what_is_no_answer_to_a_list_is_an_error(answer: Any) -> None:
     with pytest.raises(KubeError, match=r"^GET /apis/apps/v1/namespaces/ns/deployments: .") as caught:
         await answering(answer).list(DEPLOYMENT, "ns")
     assert not isinstance(caught.value, ApiError)
+
+
+@pytest.mark.parametrize("answer", [{}, {"metadata": None}, {"metadata": {"name": "a"}}, {"kind": "Status"}])
+async def test_what_is_no_object_is_no_answer_to_a_request_for_one(answer: Any) -> None:
+    client = answering(*[httpx2.Response(200, json=answer)] * 5)
+    made = {"metadata": {"name": "a", "namespace": "ns"}}
+    asked = (
+        client.get(DEPLOYMENT, "a", "ns"),
+        client.apply(made, DEPLOYMENT, manager=ME),
+        client.create(made, DEPLOYMENT, manager=ME),
+        client.replace(made, DEPLOYMENT, manager=ME),
+        client.patch(DEPLOYMENT, "a", "ns", {}, manager=ME),
+    )
+    for error in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(error, KubeError)
+        assert not isinstance(error, ApiError)
+        assert "the answer is no object" in str(error)
 
 
 async def test_a_list_of_nothing_is_empty() -> None:

@@ -59,6 +59,12 @@ def rendered(name: str, changes: Mapping[str, Any] | None = None, settings: Sett
     return render(endpoint(name, changes), settings)
 
 
+_AMAZONS = {
+    "serverAddress": "https://aps-workspaces.us-east-2.amazonaws.com/workspaces/ws-1",
+    "query": "sum(vllm:num_requests_waiting)",
+    "targetValue": 4,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in NAMES},
     "kvaware": ("dpd-nixl", {"spec.intelligentRoutingSpec": {"routingStrategy": "kvaware"}}),
@@ -123,6 +129,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 },
             },
             "spec.intelligentRoutingSpec": {"autoScalingSpec": {"maxReplicaCount": 3}},
+        },
+    ),
+    "scaled by Amazon's Prometheus": (
+        "dpd-huggingface",
+        {
+            "spec.pdSpec.autoScalingSpec": {
+                "prefillAutoScaling": {"prometheusTrigger": _AMAZONS},
+                "decodingAutoScaling": {"prometheusTrigger": _AMAZONS},
+            },
+            "spec.intelligentRoutingSpec": {"autoScalingSpec": {"prometheusTrigger": _AMAZONS}},
         },
     ),
     "a certificate": (

@@ -125,3 +125,16 @@ def test_every_object_says_whose_it_is(variant: str) -> None:
         assert labels["app.kubernetes.io/managed-by"] == "tandem"
         assert labels["tandem.dev/endpoint-namespace"] == "team-a"
         assert {"tandem.dev/endpoint", "tandem.dev/component"} <= labels.keys()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_endpoints_of_one_name_in_two_namespaces_share_no_object(variant: str) -> None:
+    name, changes = VARIANTS[variant]
+    one, other = (
+        {
+            (o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"])
+            for o in rendered(name, changes | {"metadata.namespace": namespace}).objects
+        }
+        for namespace in ("team-a", "team-b")
+    )
+    assert one.isdisjoint(other)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from tandem.api import Role
+from tandem.engine.validation import validate
 
-from .endpoints import VARIANTS, deployment, pod, rendered
+from .endpoints import VARIANTS, changed, deployment, pod, rendered
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -107,3 +109,30 @@ def test_gpu_nodes_are_tolerated_by_pods_that_need_gpus() -> None:
     gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert gpu in pod(rendered("dpd-s3"), Role.PREFILL)["tolerations"]
     assert "tolerations" not in pod(rendered("dpd-s3"), "router")
+
+
+def _long(count: int) -> dict[str, Any]:
+    term = {"matchExpressions": [{"key": "pool", "operator": "Exists"}]}
+    return {REQUIRED: {"nodeSelectorTerms": [term] * count}}
+
+
+@pytest.mark.parametrize(
+    ("own", "types", "annotated", "mistakes"),
+    [
+        (40, 0, 40, []),
+        (2000, 0, 0, []),
+        (2000, 0, 2000, ["metadata.annotations[tandem.dev/decode-affinity].nodeAffinity"]),
+        (2000, 50, 0, ["spec.nodeAffinity"]),
+    ],
+)
+def test_lists_that_multiply_beyond_what_an_object_holds_are_refused(
+    own: int, types: int, annotated: int, mistakes: list[str]
+) -> None:
+    """They would be multiplied in the operator, which all tenants share."""
+    changes: dict[str, Any] = {"spec.instanceType": ..., "spec.nodeAffinity": _long(own)}
+    if types:
+        changes["spec.instanceTypes"] = [f"ml.p5.{i}xlarge" for i in range(types)]
+    if annotated:
+        affinity = json.dumps({"nodeAffinity": _long(annotated)})
+        changes["metadata.annotations"] = {"tandem.dev/decode-affinity": affinity}
+    assert [f.path for f in validate(changed("dpd-nvme", changes)).errors] == mistakes

@@ -41,6 +41,7 @@ def test_fsx_is_mounted_by_its_driver() -> None:
         "volumeHandle": "fs-1234abcd",
         "volumeAttributes": {"dnsname": "fs-1234abcd.fsx.us-east-2.amazonaws.com", "mountname": "fsx"},
     }
+    assert {"flock", "ro"} <= set(found["spec"]["mountOptions"]), "whoever mounts the claim cannot write"
     assert any("mountName" in note for note in made.notes)
 
 

@@ -36,6 +36,10 @@ _COMMAND_LINES = ("spec.worker.command", "spec.worker.args", *(f"{path}.args" fo
 MOST_WORDS = 1000
 """Of one list of flags; vLLM has some 250."""
 
+MOST_TEXTS = 2 << 20
+"""Bytes of all arguments of one engine, and of all its variables: Linux starts no program with more (ARG_MAX,
+a quarter of a stack of 8 MiB)."""
+
 _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
 
@@ -106,6 +110,7 @@ def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[F
         given = [(at, name, value) for at, name, value in given if name not in replaced]
         given += [((*place, i), variable.name, variable.value) for i, variable in enumerate(own[role])]
         sizes: dict[str, int] = {}
+        total = 0
 
         def known(name: str, sizes: Mapping[str, int] = sizes) -> int:
             return sizes.get(name, 0)
@@ -115,10 +120,25 @@ def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[F
                 sizes[name] = expanded_size(value, known)
                 if sizes[name] >= MOST_TEXT:
                     yield Found("IEC232", (*at, "value"), TOO_LONG)
+                    continue
+                total += sizes[name]
+                if total >= MOST_TEXTS:
+                    yield Found("IEC232", (*at, "value"), _TOO_MUCH)
+                    return
+        total = 0
         for path in ("spec.worker.command", "spec.worker.args", f"{_SPECS[role]}.args"):
             for i, word in enumerate(subject.texts(path)):
-                if expanded_size(word, known) >= MOST_TEXT:
+                size = expanded_size(word, known)
+                if size >= MOST_TEXT:
                     yield Found("IEC404", location(path, i), TOO_LONG)
+                    continue
+                total += size
+                if total >= MOST_TEXTS:
+                    yield Found("IEC404", location(path, i), _TOO_MUCH)
+                    return
+
+
+_TOO_MUCH = f"brings them all to {MOST_TEXTS} bytes or more; no program starts with that much"
 
 
 def _is_command_line(value: Any) -> bool:

@@ -75,7 +75,7 @@ class Client:
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
         """None where there is no such object."""
         try:
-            return await self._send("get", resource.path(namespace, name))
+            return await self._object("get", resource.path(namespace, name))
         except ApiError as error:
             if error.missing:
                 return None
@@ -89,8 +89,10 @@ class Client:
         labels: str = "",
         fields: str = "",
         metadata_only: bool = False,
+        whole: bool = True,
     ) -> Listing:
-        """All objects, fetched by the page. `labels` and `fields` are selectors."""
+        """All objects, fetched by the page; without `whole` no more than one page. `labels` and `fields` are
+        selectors."""
         items: list[Object] = []
         path = resource.path(namespace)
         query = {"limit": str(PAGE), **_selectors(labels, fields)}
@@ -109,7 +111,7 @@ class Client:
                 item.setdefault("kind", resource.kind)
                 items.append(item)
             more = metadata.get("continue")
-            if not more:
+            if not more or not whole:
                 return Listing(items, metadata.get("resourceVersion", ""))
             query["continue"] = more
 
@@ -119,17 +121,17 @@ class Client:
         metadata = desired["metadata"]
         query = {"fieldManager": manager, "force": "true" if force else "false"}
         path = resource.path(metadata.get("namespace"), metadata["name"])
-        return await self._send("patch", path, query, desired, "application/apply-patch+yaml")
+        return await self._object("patch", path, query, desired, "application/apply-patch+yaml")
 
     async def create(self, made: Object, resource: Resource, *, manager: str) -> Object:
         path = resource.path(made["metadata"].get("namespace"))
-        return await self._send("create", path, {"fieldManager": manager}, made)
+        return await self._object("create", path, {"fieldManager": manager}, made)
 
     async def replace(self, made: Object, resource: Resource, *, manager: str) -> Object:
         """With the object's resourceVersion: a conflict where another wrote meanwhile."""
         metadata = made["metadata"]
         path = resource.path(metadata.get("namespace"), metadata["name"])
-        return await self._send("update", path, {"fieldManager": manager}, made)
+        return await self._object("update", path, {"fieldManager": manager}, made)
 
     async def patch(
         self,
@@ -144,7 +146,7 @@ class Client:
         """A JSON merge patch (RFC 7386). With `metadata.resourceVersion` in it, a conflict where another
         wrote meanwhile."""
         path = resource.path(namespace, name, subresource)
-        return await self._send(
+        return await self._object(
             "patch", path, {"fieldManager": manager}, change, "application/merge-patch+json"
         )
 
@@ -216,6 +218,20 @@ class Client:
         query = {"container": container, "limitBytes": str(most_bytes)}
         answer = await self._answer("get", POD.path(namespace, pod, "log"), query)
         return answer.content.decode("utf-8", "replace")
+
+    async def _object(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """What every answer is but those to lists and deletions."""
+        found = await self._send(verb, path, query, body, content_type)
+        if not _named(found):
+            raise KubeError(f"{_METHODS[verb]} {path}: the answer is no object of the API")
+        return found
 
     async def _send(
         self,

@@ -63,7 +63,9 @@ def _fsx(plan: Plan) -> tuple[list[str], dict[str, Any]]:
         "dnsname": dns or f"{identity}.fsx.{plan.settings.region}.amazonaws.com",
         "mountname": system.get("mountName") or "fsx",
     }
-    return ["flock"], {"driver": "fsx.csi.aws.com", "volumeHandle": identity, "volumeAttributes": attributes}
+    # Claims are not bound to be mounted read-only by who names them; volumes are.
+    options = ["flock", "ro"]
+    return options, {"driver": "fsx.csi.aws.com", "volumeHandle": identity, "volumeAttributes": attributes}
 
 
 def _required(value: Any, name: str, *fields: str) -> dict[str, Any]:

@@ -38,8 +38,10 @@ def at_start(plan: Plan, scaling: AutoScaling | None, replicas: int) -> int | No
 def triggers(plan: Plan, scaling: AutoScaling) -> list[dict[str, Any]]:
     """KEDA's triggers; empty where the resource has none: KEDA takes no ScaledObject without."""
     made = [_cloudwatch(plan, trigger) for trigger in scaling.cloudwatch]
-    made += [_prometheus(plan, trigger.given) for trigger in scaling.prometheus]
-    if not made and scaling.path == _ROUTER:
+    routers = scaling.path == _ROUTER
+    signing = authentication_name(plan, system=routers)
+    made += [_prometheus(signing, trigger.given) for trigger in scaling.prometheus]
+    if not made and routers:
         metadata = {"value": str(ROUTER_CPU_PERCENT), "containerName": names.ROUTER_CONTAINER}
         made.append({"type": "cpu", "metricType": "Utilization", "metadata": metadata})
     return made
@@ -58,9 +60,10 @@ def notes(plan: Plan) -> list[str]:
     return found
 
 
-def authentication_name(plan: Plan) -> str:
-    """The TriggerAuthentication by which KEDA signs its queries for Amazon's managed Prometheus."""
-    return names.short(f"{plan.names.name}-aws")
+def authentication_name(plan: Plan, *, system: bool) -> str:
+    """The TriggerAuthentication by which KEDA signs its queries for Amazon's managed Prometheus; `system`:
+    the router's, in the namespace of all routers."""
+    return names.short(f"{plan.names.router if system else plan.names.name}-aws")
 
 
 def needs_authentication(found: list[dict[str, Any]]) -> bool:
@@ -95,7 +98,7 @@ def _cloudwatch(plan: Plan, trigger: Trigger) -> dict[str, Any]:
     return _trigger("aws-cloudwatch", given, metadata)
 
 
-def _prometheus(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+def _prometheus(signing: str, given: Mapping[str, Any]) -> dict[str, Any]:
     address = given.get("serverAddress")
     metadata = {
         "serverAddress": address,
@@ -108,7 +111,7 @@ def _prometheus(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     region = _amazon_region(str(address))
     trigger = _trigger("prometheus", given, metadata | ({"awsRegion": region} if region else {}))
     if region:
-        trigger["authenticationRef"] = {"name": authentication_name(plan)}
+        trigger["authenticationRef"] = {"name": signing}
     return trigger
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from tandem.kube import Object
 from tandem.operator import render
 from tandem.operator.control import controller
+from tandem.operator.control.desired import UID_ANNOTATION, Desired, desired
+from tandem.operator.settings import Settings
 
+from ...api.conftest import new_namespace
 from ..endpoints import ROUTER_NAMESPACE, SETTINGS, endpoint
-from .conftest import DECODE, World
+from .conftest import DECODE, WAIT_SECONDS, World
 
 pytestmark = pytest.mark.timeout(300)  # the first one waits for the server
 
@@ -274,3 +278,52 @@ async def test_invalid_resources_say_which_field_is_wrong_and_the_others_go_on(w
         assert condition["status"] == "False", condition
         assert path.replace("metadata.annotations", "annotations") in condition["message"], condition
     assert not any("image" in name for name in await world.objects("deploy"))
+
+
+async def test_labels_of_an_endpoint_in_another_namespace_are_nothing_to_it(world: World) -> None:
+    """Whoever may write in any namespace may write them: they hold up no deletion, and tell nothing."""
+    elsewhere = new_namespace(world.server)
+    labels = {
+        "app.kubernetes.io/managed-by": "tandem",
+        "tandem.dev/endpoint": "pd-hf",
+        "tandem.dev/endpoint-namespace": world.namespace,
+        "tandem.dev/component": "decode",
+    }
+    metadata = {"name": "theirs", "namespace": elsewhere, "labels": labels}
+    held = metadata | {"annotations": {UID_ANNOTATION: "none"}, "finalizers": ["example.com/hold"]}
+    pod = {"containers": [{"name": "c", "image": "i"}], "automountServiceAccountToken": False}
+    await world.kubectl("create", "serviceaccount", "default", "-n", elsewhere)
+    await world.kubectl(
+        "create", "-f", "-", stdin={"apiVersion": "v1", "kind": "ConfigMap", "metadata": held}
+    )
+    await world.kubectl(
+        "create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+    )
+    waits = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "so they say"}]
+    patch = ("--subresource=status", "--type=merge", "-p", json.dumps({"status": {"conditions": waits}}))
+    await world.kubectl("patch", "pod", "theirs", "-n", elsewhere, *patch)
+    await world.apply(world.manifest())
+    await world.report_when_there("decode-pd-hf", ready=False)
+    await world.settled()
+    assert "so they say" not in json.dumps((await world.endpoint())["status"])
+    await world.kubectl("delete", "iec", "pd-hf", "-n", world.namespace, "--timeout=20s")
+    theirs = json.loads(await world.kubectl("get", "cm", "theirs", "-n", elsewhere, "-o", "json"))
+    assert "deletionTimestamp" not in theirs["metadata"]
+
+
+async def test_the_loop_goes_on_while_an_endpoint_is_rendered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with long annotations takes seconds, and the lease must be renewed meanwhile."""
+    loop, begun, goes_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def slow(found: Object, settings: Settings) -> Desired:
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(WAIT_SECONDS), "the loop stood still"
+        return desired(found, settings)
+
+    monkeypatch.setattr(controller, "desired", slow)
+    await world.apply(world.manifest())
+    await asyncio.wait_for(begun.wait(), WAIT_SECONDS)
+    goes_on.set()
+    await world.until(world.has(DECODE), "the deployments")

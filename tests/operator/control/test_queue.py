@@ -119,3 +119,16 @@ def test_no_key_is_lost_and_none_is_worked_on_twice(steps: list[tuple[str, str]]
             owed.discard(await asyncio.wait_for(queue.get(), 1))
 
     asyncio.run(play())
+
+
+async def test_groups_take_turns_however_many_keys_one_has() -> None:
+    queue: WorkQueue[tuple[str, int]] = WorkQueue(group=lambda key: key[0])
+    for number in range(100):
+        queue.add(("many", number))
+    queue.add(("few", 0))
+    queue.add(("few", 1))
+    first = [await queue.get() for _ in range(5)]
+    assert first == [("many", 0), ("few", 0), ("many", 1), ("few", 1), ("many", 2)]
+    assert len(queue) == 97
+    queue.add(("few", 2))
+    assert [await queue.get() for _ in range(2)] == [("many", 3), ("few", 2)]

@@ -374,3 +374,25 @@ async def test_the_webhooks_certificate_comes_back_into_what_is_applied_again(ku
     finally:
         await kube.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=webhook)
         await kube.kubectl("replace", "-f", "-", stdin=definition)
+
+
+@pytest.mark.slow
+async def test_a_definition_that_another_owner_puts_in_place_of_ours_is_left_alone(
+    kube: Cluster, namespace: str
+) -> None:
+    theirs = crd()
+    theirs["metadata"]["labels"] = {"app.kubernetes.io/name": "hyperpod"}
+    try:
+        with kube.plane.operator(f"--webhook-port={_free_ports(1)[0]}") as operator:
+            await until("it leads", operator.leads)
+            await until("its watches", lambda: "watching" in operator.log)
+            await kube.kubectl("replace", "-f", "-", stdin=theirs)
+            code, said = await ended(operator)
+            assert code == 3
+            assert f"the definition {NAME} belongs to another owner" in said
+            assert "Traceback" not in said
+        definition = await kube.client.get(kinds.DEFINITION, NAME)
+        assert definition is not None
+        assert definition["spec"]["conversion"]["strategy"] == "None", "nothing was written into it"
+    finally:
+        await kube.kubectl("replace", "-f", "-", stdin=crd())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from tandem.api.annotations import parse_annotations
+from tandem.api.annotations import PREFIX, Extensions, parse_annotations
 from tandem.kube import ApiError, Client, Key, Object, key_of, resource_of
 from tandem.kube import resources as kinds
 from tandem.operator import names
@@ -69,7 +70,7 @@ class Controller:
             await self._remove(self._made_for(key, None))
             return None
         metadata = found["metadata"]
-        extensions, _ = parse_annotations(metadata.get("annotations") or {})
+        extensions = _for_the_operator(metadata.get("annotations") or {})
         if not extensions.managed:
             await self._let_go(found)
             return None
@@ -78,7 +79,7 @@ class Controller:
             return None
         if FINALIZER not in metadata.get("finalizers", ()):
             found = await self._finalizers(found, drop=False) or found
-        made = self._made(key, found)
+        made = await self._made(key, found)
         outcome, failure = self._lacking(made), None
         if made.objects and not extensions.paused:
             if "state" not in self._status(found):
@@ -112,13 +113,14 @@ class Controller:
         current: Object = found.get("status") or {}
         return told if found["metadata"]["resourceVersion"] in versions[:-1] else current
 
-    def _made(self, key: Key, found: Object) -> Desired:
-        """Rendered again only where the endpoint has changed."""
+    async def _made(self, key: Key, found: Object) -> Desired:
+        """Rendered again only where the endpoint has changed. In a thread: a long annotation takes seconds,
+        and the loop has a lease to renew."""
         metadata = found["metadata"]
         of = metadata["uid"], metadata.get("generation"), metadata.get("annotations")
         kept = self._desired.get(key)
         if kept is None or kept[0] != of:
-            kept = self._desired[key] = of, desired(found, self._settings)
+            kept = self._desired[key] = of, await asyncio.to_thread(desired, found, self._settings)
         return kept[1]
 
     def _lacking(self, made: Desired) -> Outcome:
@@ -230,10 +232,14 @@ class Controller:
         long_ago = self._now() - timedelta(seconds=QUIET_SECONDS)
         asked = [pod for pod in silent if _created(pod) < long_ago][:MOST_ASKED]
         found: dict[str, Sequence[Object]] = {}
+        # One page: who may write Events of a pod may write any number.
         for pod in asked:
             uid = pod["metadata"]["uid"]
             listing = await self._client.list(
-                kinds.EVENT, pod["metadata"]["namespace"], fields=f"involvedObject.uid={uid},type=Warning"
+                kinds.EVENT,
+                pod["metadata"]["namespace"],
+                fields=f"involvedObject.uid={uid},type=Warning",
+                whole=False,
             )
             found[uid] = listing.items
         return found
@@ -259,6 +265,12 @@ class Controller:
         self._told[key_of(found)] = [*known, written["metadata"]["resourceVersion"]], status
         for event in transitions(before.get("conditions") or (), status["conditions"]):
             await self._recorder.tell(found, event, self._now())
+
+
+def _for_the_operator(annotations: Mapping[str, str]) -> Extensions:
+    """What is asked of the operator itself; a pass over an endpoint at rest reads no other annotation."""
+    asked = (f"{PREFIX}managed", f"{PREFIX}paused")
+    return parse_annotations({name: annotations[name] for name in asked if name in annotations})[0]
 
 
 def _created(pod: Object) -> datetime:

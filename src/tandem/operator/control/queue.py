@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -19,11 +19,20 @@ CHANGED_PAUSE = 1.0
 class WorkQueue(Generic[K]):
     """Level-triggered: however often a key is added while it waits, it is taken once; added while it is
     worked on, it is taken once more afterwards. No key is worked on twice at the same time, so that one
-    endpoint that fails or is slow holds up no other."""
+    endpoint that fails or is slow holds up no other. Groups of keys, as those of a namespace, take turns, so
+    that who has a thousand holds up nobody who has one."""
 
-    def __init__(self, *, first_pause: float = FIRST_PAUSE, longest_pause: float = LONGEST_PAUSE) -> None:
+    def __init__(
+        self,
+        *,
+        first_pause: float = FIRST_PAUSE,
+        longest_pause: float = LONGEST_PAUSE,
+        group: Callable[[K], Hashable] = lambda key: None,
+    ) -> None:
         self._first, self._longest = first_pause, longest_pause
-        self._waiting: deque[K] = deque()
+        self._group = group
+        self._waiting: dict[Hashable, deque[K]] = {}
+        """By group; the one whose turn it is first."""
         self._queued: set[K] = set()
         self._working: set[K] = set()
         self._again: set[K] = set()
@@ -33,7 +42,7 @@ class WorkQueue(Generic[K]):
 
     def __len__(self) -> int:
         """Keys that could be taken now."""
-        return len(self._waiting)
+        return len(self._queued)
 
     @property
     def idle(self) -> bool:
@@ -52,7 +61,7 @@ class WorkQueue(Generic[K]):
             self._again.add(key)
         elif key not in self._queued:
             self._queued.add(key)
-            self._waiting.append(key)
+            self._waiting.setdefault(self._group(key), deque()).append(key)
             self._ready.set()
 
     def add_after(self, key: K, seconds: float) -> None:
@@ -69,7 +78,11 @@ class WorkQueue(Generic[K]):
         while not self._waiting:
             self._ready.clear()
             await self._ready.wait()
-        key = self._waiting.popleft()
+        group = next(iter(self._waiting))
+        keys = self._waiting.pop(group)
+        key = keys.popleft()
+        if keys:
+            self._waiting[group] = keys
         self._queued.discard(key)
         self._working.add(key)
         return key

@@ -40,8 +40,9 @@ class Watches:
     """Copies of endpoints, of what belongs to them and of their pods; `changed` is told the key of each
     endpoint that one of these changes concerns."""
 
-    def __init__(self, client: Client, changed: Callable[[Key], None]) -> None:
+    def __init__(self, client: Client, changed: Callable[[Key], None], system_namespace: str) -> None:
         self._client = client
+        self._system = system_namespace
         self._changed = changed
         self._by_labels: dict[Key, Key] = {}
         self._owned: dict[Key, dict[tuple[Resource, Key], Object]] = {}
@@ -144,16 +145,23 @@ class Watches:
 
     def _file(self, index: dict, place: object, before: Object | None, after: Object | None) -> None:  # type: ignore[type-arg]
         """Keep `index` by endpoint, and tell of the endpoints concerned; labels may have changed."""
-        for labels in {endpoint_labels(found) for found in (before, after) if found is not None}:
+        for labels in {self._owner(found) for found in (before, after) if found is not None}:
             if labels is None:
                 continue
-            if after is not None and endpoint_labels(after) == labels:
+            if after is not None and self._owner(after) == labels:
                 index.setdefault(labels, {})[place] = after
             else:
                 index.get(labels, {}).pop(place, None)
                 if not index.get(labels):
                     index.pop(labels, None)
             self._changed(self._by_labels.get(labels, labels))
+
+    def _owner(self, found: Object) -> Key | None:
+        """By its labels, where an endpoint of theirs has objects: in other namespaces everybody may write
+        them who may write there at all."""
+        labels = endpoint_labels(found)
+        namespace = found["metadata"].get("namespace", "")
+        return labels if labels is not None and namespace in ("", labels[0], self._system) else None
 
     def _driver(self, before: Object | None, after: Object | None) -> None:
         if before is None or after is None:

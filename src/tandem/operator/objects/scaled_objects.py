@@ -9,10 +9,11 @@ from tandem.operator.wishes import AutoScaling
 
 
 def scaled_objects(plan: Plan) -> list[Object]:
-    """All of an endpoint, and what they sign their queries with."""
+    """All of an endpoint, and what they sign their queries with: one for both roles."""
     made: list[Object] = []
     for pool in plan.pools:
-        made += _scaled(plan, pool.scaling, plan.names.pool(pool.role), pool.component)
+        of_pool = _scaled(plan, pool.scaling, plan.names.pool(pool.role), pool.component)
+        made += [found for found in of_pool if found not in made]
     return made + _scaled(plan, scaling.router_scaling(plan), plan.names.router, "router", system=True)
 
 
@@ -46,6 +47,6 @@ def _scaled(
     }
     if not scaling.needs_authentication(triggers):
         return [scaled]
-    name = scaling.authentication_name(plan)
-    signing = head(plan, "keda.sh/v1alpha1", "TriggerAuthentication", name, component, system=system)
+    name, of = scaling.authentication_name(plan, system=system), "router" if system else "model"
+    signing = head(plan, "keda.sh/v1alpha1", "TriggerAuthentication", name, of, system=system)
     return [signing | {"spec": {"podIdentity": {"provider": "aws"}}}, scaled]

@@ -25,17 +25,22 @@ async def check_alone(client: Client, system_namespace: str, *, take_over: bool)
         )
     if take_over:
         return
-    if not _ours(definition):
-        raise NotAlone(
-            f"the definition {NAME} belongs to another owner (it lacks the label "
-            f"{_text(LABELS)}): remove that operator first, or start with --take-over"
-        )
+    check_definition(definition)
     deployment = await client.get(kinds.DEPLOYMENT, HYPERPOD_DEPLOYMENT, system_namespace)
     if deployment is not None and not _ours(deployment):
         raise NotAlone(
             f"another operator is installed: Deployment {system_namespace}/{HYPERPOD_DEPLOYMENT} lacks the "
             f"label {_text(LABELS)}. Two operators would undo each other's work: remove it, or start with "
             "--take-over"
+        )
+
+
+def check_definition(definition: Object) -> None:
+    """Raises NotAlone where it is not ours."""
+    if not _ours(definition):
+        raise NotAlone(
+            f"the definition {NAME} belongs to another owner (it lacks the label "
+            f"{_text(LABELS)}): remove that operator first, or start with --take-over"
         )
 
 

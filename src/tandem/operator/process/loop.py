@@ -32,9 +32,9 @@ class Loop:
         reapplied: Callable[[], None] | None = None,
     ) -> None:
         """`reapplied` is told when API servers may no longer know our webhooks' certificate."""
-        self._queue: WorkQueue[Key] = WorkQueue()
+        self._queue: WorkQueue[Key] = WorkQueue(group=lambda key: key[0])
         self._metrics = metrics
-        self._watches = Watches(client, self._queue.add)
+        self._watches = Watches(client, self._queue.add, settings.system_namespace)
         self._controller = Controller(client, self._watches, settings)
         if reapplied is not None:
             self._watches.reapplied.append(reapplied)

@@ -14,8 +14,10 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.api.crd import NAME
 from tandem.kube import Client, KubeError, connect
-from tandem.operator.process.alone import check_alone
+from tandem.kube import resources as kinds
+from tandem.operator.process.alone import check_alone, check_definition
 from tandem.operator.process.leader import LEASE_SECONDS, Leader, LostLease
 from tandem.operator.process.loop import Loop
 from tandem.operator.process.metrics import Metrics
@@ -154,6 +156,12 @@ class _Operator:
         self._loop = Loop(client, self._config.settings, self._metrics, self._distrusted.set)
         await self._loop.run()
 
+    async def _still_alone(self) -> None:
+        """Raises NotAlone where another owner has put a definition of theirs in place of ours."""
+        definition = await self._client.get(kinds.DEFINITION, NAME)
+        if definition is not None and not self._config.take_over:
+            check_definition(definition)
+
     def _not_ready(self) -> str | None:
         if not self._started:
             return "starting"
@@ -188,6 +196,7 @@ class _Operator:
             self._distrusted.clear()
             pause = CERTIFICATE_SECONDS
             try:
+                await self._still_alone()
                 if own:
                     await self._certificate(folder)
                 context.load_cert_chain(folder / "tls.crt", folder / "tls.key")

@@ -8,7 +8,11 @@ from tandem.api.annotations import PREFIX, known_annotations, parse_annotations
 from tandem.api.conventions import DEFAULT_MOUNT
 from tandem.api.crd.structural import Location
 from tandem.api.models import Role
-from tandem.api.validation.checks.placement import node_affinity_errors, toleration_errors
+from tandem.api.validation.checks.placement import (
+    combined_errors,
+    node_affinity_errors,
+    toleration_errors,
+)
 from tandem.api.validation.checks.pods import (
     added_volumes,
     folder_errors,
@@ -60,7 +64,10 @@ def annotation_checks(subject: Subject) -> Iterator[Found]:
         yield from variable_errors(list(wanted.env), (*at[:2], f"{at[2]}env"))
         yield from toleration_errors(list(wanted.tolerations), (*at[:2], f"{at[2]}tolerations"))
         nodes = (wanted.affinity or {}).get("nodeAffinity")
-        yield from node_affinity_errors(nodes, (*at[:2], f"{at[2]}affinity", "nodeAffinity"))
+        place = (*at[:2], f"{at[2]}affinity", "nodeAffinity")
+        yield from node_affinity_errors(nodes, place)
+        if nodes:
+            yield from combined_errors(subject, nodes, place)
 
 
 def _place_errors(subject: Subject, folder: str, at: Location) -> Iterator[Found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ def placement_checks(subject: Subject) -> Iterator[Found]:
             )
     yield from _labels(subject)
     yield from node_affinity_errors(subject.get("spec.nodeAffinity"), location("spec.nodeAffinity"))
+    yield from combined_errors(subject, None, location("spec.nodeAffinity"))
     if subject.disaggregated:
         given = [(location("spec.instanceType"), kind)] if kind else listed
         for at, name in given:
@@ -60,6 +62,35 @@ def placement_checks(subject: Subject) -> Iterator[Found]:
                 yield Found("IEC602", at, f"is {name}; HyperPod disaggregates only on {', '.join(DPD_TYPES)}")
 
 
+MOST_COMBINED = 1 << 20
+"""Bytes of a pod's node selector terms; no object may hold much more."""
+
+
+def combined_errors(subject: Subject, affinity: Any, at: Location) -> Iterator[Found]:
+    """A role's NodeAffinity, of which each term is put together with each of the endpoint's own and with its
+    instance types: two long lists come to more than any memory holds."""
+    types = [text for path in ("spec.instanceType", "spec.instanceTypes") if (text := subject.get(path))]
+    lists = [types[:1], _required(subject.get("spec.nodeAffinity")), _required(affinity)]
+    count, size = 1, 0
+    for terms in filter(None, lists):
+        count *= len(terms)
+        size += max(len(json.dumps(term)) for term in terms)
+    if count * size > MOST_COMBINED and sum(map(bool, lists)) > 1:
+        yield Found(
+            "IEC233",
+            at,
+            f"comes to {count} terms of up to {size} bytes, each of its own with each of the endpoint's and "
+            "its instance types: more than an object may hold",
+        )
+
+
+def _required(affinity: Any) -> list[dict[str, Any]]:
+    required = affinity.get(_REQUIRED) if isinstance(affinity, dict) else None
+    terms = required.get("nodeSelectorTerms") if isinstance(required, dict) else None
+    return [term for _, term in objects_in(terms, ())]
+
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt")
 
 
@@ -67,8 +98,8 @@ def node_affinity_errors(affinity: Any, at: Location) -> Iterator[Found]:
     """Mistakes in a NodeAffinity that lies at `at`."""
     if not isinstance(affinity, dict):
         return
-    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
-    below = (*at, "requiredDuringSchedulingIgnoredDuringExecution", "nodeSelectorTerms")
+    required = affinity.get(_REQUIRED)
+    below = (*at, _REQUIRED, "nodeSelectorTerms")
     terms = list(objects_in(required.get("nodeSelectorTerms") if isinstance(required, dict) else None, below))
     name = "preferredDuringSchedulingIgnoredDuringExecution"
     for where, wish in objects_in(affinity.get(name), (*at, name)):
