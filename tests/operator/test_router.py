@@ -230,7 +230,7 @@ def test_the_router_may_finish_its_answers(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ROUTED)
 def test_a_router_may_wait_for_its_engines_as_long_as_these_may_take(variant: str) -> None:
-    """It is not ready before them: with a shorter deadline the endpoint would count as failed while they load."""
+    """It is not ready before them: with a shorter deadline the endpoint counted as failed while they load."""
     found = of_kind(rendered(*VARIANTS[variant]), "Deployment")
     assert {made["spec"]["progressDeadlineSeconds"] for made in found} == {3600}
 
