@@ -229,6 +229,13 @@ def test_the_router_may_finish_its_answers(variant: str) -> None:
     assert grace > found.drain_delay + found.drain_timeout
 
 
+@pytest.mark.parametrize("variant", ROUTED)
+def test_a_router_may_wait_for_its_engines_as_long_as_these_may_take(variant: str) -> None:
+    """It is not ready before them: with a shorter deadline the endpoint counted as failed while they load."""
+    found = of_kind(rendered(*VARIANTS[variant]), "Deployment")
+    assert {made["spec"]["progressDeadlineSeconds"] for made in found} == {3600}
+
+
 def test_with_lmcache_there_is_one_router_at_any_time() -> None:
     """Prefillers notify one address."""
     spec = deployment(rendered("dpd-s3"), "router")["spec"]

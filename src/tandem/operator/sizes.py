@@ -146,6 +146,11 @@ class Grace:
         return self.leave + self.drain + self.linger + 30
 
 
+def deadline(seconds: int) -> int:
+    """Of a Deployment: Kubernetes takes none that is over before a pod counts as available."""
+    return max(seconds, DRAIN_DELAY + 1)
+
+
 def grace(times: Times, linger: int, why_linger: str, leave: int = DRAIN_DELAY) -> Grace:
     drain = times.longest_stream
     total = leave + drain + linger + 30

@@ -252,6 +252,18 @@ def test_a_router_without_engines_is_not_ill() -> None:
     assert conditions(later)["RouterReady"] == ("False", "Unhealthy")
 
 
+def test_a_router_says_that_it_waits_for_engines_that_answer() -> None:
+    """It needs no prefiller: decoders answer alone."""
+    engines, router = [deployment("prefill", 1, 0), deployment("decode", 1, 0)], deployment("router", 1, 0)
+    made = status(*engines, router)
+    assert made["roles"]["router"]["trouble"] == "waits for a pod of decode that is ready"
+    made = status(deployment("prefill", 1, 0), WHOLE[1], router)
+    assert made["roles"]["router"]["trouble"] == ""
+    unpullable = pod("router", "router-1", "ImagePullBackOff")
+    made = status(*engines, router, pods=[unpullable])
+    assert made["roles"]["router"]["trouble"].startswith("ImagePullBackOff")
+
+
 def test_a_driver_that_nobody_installed_is_named_at_once() -> None:
     lacking = replace(OUTCOME, no_driver=("s3.csi.aws.com",))
     creating = pod("prefill", "prefill-x-1", "ContainerCreating")

@@ -76,11 +76,15 @@ class Role(Rollout):
     """Why pods cannot even be created."""
     loading: int = 0
     """Pods whose engine runs and does not answer yet."""
+    waits_for: str = ""
+    """Of a router: the role that answers, where it has no ready pod."""
 
     @property
     def cause(self) -> str:
         if self.blocked or self.trouble:
             return self.blocked or str(self.trouble)
+        if self.waits_for:
+            return f"waits for a pod of {self.waits_for} that is ready"
         return f"{self.loading} still loading the model" if self.loading else ""
 
 
@@ -198,14 +202,16 @@ def _told_apart(roles: Sequence[Role], outcome: Outcome, before: Object, now: da
     """A cause that is another's: a router is not ready as long as its engines are not; pods wait without a
     word for a driver that nobody has installed."""
     return [
-        _waiting_for_engines(role, before, now)
+        _waiting_for_engines(role, roles, before, now)
         if role.component == "router"
         else _without_driver(role, outcome)
         for role in roles
     ]
 
 
-def _waiting_for_engines(router: Role, before: Object, now: datetime) -> Role:
+def _waiting_for_engines(router: Role, roles: Sequence[Role], before: Object, now: datetime) -> Role:
+    answering = [role for role in roles if role.component in ("decode", "worker")]
+    router = replace(router, waits_for=next((r.component for r in answering if not r.serving), ""))
     if router.trouble is None or router.trouble.reason != "Unhealthy":
         return router
     of_engines = [f"{component}Ready" for component in ("Prefill", "Decode", "Worker")]

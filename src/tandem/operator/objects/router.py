@@ -20,6 +20,7 @@ from tandem.operator.plan import Plan
 from tandem.operator.routing import router_config
 from tandem.operator.scaling import router_scaling
 from tandem.operator.texts import literal
+from tandem.operator.wishes import deploy_seconds
 
 _TOKEN = "kube-api-access"
 _TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -72,6 +73,8 @@ def deployment(plan: Plan, config: Object | None) -> Object:
         "spec": {
             **made["spec"],
             "revisionHistoryLimit": 3,
+            # It is not ready before its engines are.
+            "progressDeadlineSeconds": sizes.deadline(deploy_seconds(plan.spec)),
             "strategy": _strategy(plan),
             "selector": {"matchLabels": selector},
             "template": {"metadata": template, "spec": pod},

@@ -52,8 +52,7 @@ def deployment(plan: Plan, pool: Pool, config: Object) -> Object:
         "spec": {
             **made["spec"],
             "revisionHistoryLimit": 3,
-            # Kubernetes takes none that is over before a pod counts as available.
-            "progressDeadlineSeconds": max(deploy_seconds(plan.spec), sizes.DRAIN_DELAY + 1),
+            "progressDeadlineSeconds": sizes.deadline(deploy_seconds(plan.spec)),
             # GPU nodes have no room for one more pod: one leaves before the next comes, and stays a while
             # before another leaves, as routers need as long to know of it as to forget one.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
