@@ -17,7 +17,7 @@ import yaml
 from tandem.prompt import load
 
 from .answers import fresh_prompt, greedy, judge
-from .conftest import Up, start_up, stop_up
+from .conftest import Up, group_of, start_up, stop_up
 
 pytestmark = pytest.mark.slow
 
@@ -119,15 +119,6 @@ def sockets_of(up: Up) -> list[Path]:
 
 def what_is_left(processes: list[int], sockets: list[Path]) -> list[object]:
     return [*filter(alive, processes), *{path.parent for path in sockets if path.parent.exists()}]
-
-
-def group_of(up: Up) -> list[int]:
-    """`tandem up` and everything below it."""
-    found = [up.process.pid]
-    for pid in found:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [int(child) for child in task.read_text().split()]
-    return found
 
 
 def command(pid: int) -> str:
