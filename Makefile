@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV_BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-operator check format clean
+.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-local bench-operator check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ bench-timing: dev ## Compare the simulator's times with a real pair's; writes do
 
 bench-routing: dev ## Compare routing strategies, and with peers (an hour); writes docs/routing.md
 	$(VENV_BIN)/python benchmarks/routing/run.py $(ARGS)
+
+bench-local: dev ## Compare the pair with two colocated engines (forty minutes); writes docs/performance.md
+	$(VENV_BIN)/python benchmarks/local/run.py $(ARGS)
 
 bench-operator: dev ## Measure the operator with 1 and 200 endpoints (ten minutes); writes docs/operator-faults.md
 	$(VENV_BIN)/python benchmarks/operator/run.py $(ARGS)

@@ -33,7 +33,9 @@ def insert(page: Path, marker: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
 
 
-def medians(runs: Iterable[dict[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
+def medians(
+    runs: Iterable[dict[str, Any]], by: Sequence[str], figures: Sequence[str] = FIGURES
+) -> list[dict[str, Any]]:
     """For each value of the fields `by`, the medians of the figures, with the lowest and the highest run."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in runs:
@@ -41,7 +43,7 @@ def medians(runs: Iterable[dict[str, Any]], by: Sequence[str]) -> list[dict[str,
     rows = []
     for key, group in groups.items():
         row: dict[str, Any] = dict(zip(by, key, strict=True))
-        for name in (name for name in FIGURES if name in group[0]):
+        for name in (name for name in figures if name in group[0]):
             values = [run[name] for run in group]
             row[name] = statistics.median(values)
             row[f"{name}_low"], row[f"{name}_high"] = min(values), max(values)

@@ -223,6 +223,24 @@ class TestOnCpu:
         assert flag_value(flags(only(engines, Role.PREFILL)), "--max-num-batched-tokens") == prefill
         assert flag_value(flags(only(engines, Role.DECODE)), "--max-num-batched-tokens") == decode
 
+    def test_a_decoders_step_follows_from_the_model_and_the_cores_with_a_note(self, model: Path) -> None:
+        shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+        heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+        (model / "config.json").write_text(json.dumps(shape | heads))
+        decoder = only(planned(endpoint(), CPU, model).engines, Role.DECODE)
+        assert flag_value(flags(decoder), "--max-num-batched-tokens") == "224"  # with 4 cores
+        made = planned(endpoint(["--seed", "1"], prefillers=4, decoders=4), CPU, model)
+        decoder = made.engines[-1]
+        assert flag_value(flags(decoder), "--max-num-batched-tokens") == "48"  # with 1 core
+        assert flag_value(flags(decoder), "--max-num-seqs") == "48", (
+            "vLLM's own would be more than a step has"
+        )
+        [note] = made.notes
+        assert note.startswith("--max-num-batched-tokens 48 for decode engines")
+        given = planned(endpoint(["--max-num-batched-tokens", "300"]), CPU, model)
+        assert not has_flag(flags(only(given.engines, Role.DECODE)), "--max-num-seqs")
+        assert given.notes == ()
+
     @pytest.mark.parametrize("config", [None, "not json", "[]", '{"max_position_embeddings": "x"}'])
     def test_an_unknown_context_leaves_the_prefillers_step_to_vllm(
         self, tmp_path: Path, config: str | None

@@ -111,6 +111,15 @@ def stop_up(up: Up, number: int = signal.SIGTERM) -> int:
     return up.process.wait(60)
 
 
+def group_of(up: Up) -> list[int]:
+    """`tandem up` and everything below it."""
+    found = [up.process.pid]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
 def with_kv_events(folder: Path) -> Path:
     """A manifest: the built-in endpoint, but that its engines publish KV events, and that their caches hold
     little more than one full context, which is half as long, so that a test can soon fill them."""

@@ -22,7 +22,7 @@ import yaml
 from tandem.prompt import PromptCounter, load
 
 from .answers import fresh_prompt, greedy, judge
-from .conftest import START_SECONDS, Up, free_port, start_up, stop_up
+from .conftest import START_SECONDS, Up, free_port, group_of, start_up, stop_up
 from .pairs import REMOTE_DECODE
 
 pytestmark = pytest.mark.slow
@@ -235,15 +235,6 @@ def sockets_of(up: Up) -> list[Path]:
 
 def what_is_left(processes: list[int], sockets: list[Path]) -> list[object]:
     return [*filter(alive, processes), *{path.parent for path in sockets if path.parent.exists()}]
-
-
-def group_of(up: Up) -> list[int]:
-    """`tandem up` and everything below it."""
-    found = [up.process.pid]
-    for pid in found:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [int(child) for child in task.read_text().split()]
-    return found
 
 
 def alive(pid: int) -> bool:

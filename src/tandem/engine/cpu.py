@@ -8,23 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tandem.api import Role
-from tandem.engine.args import has_flag, switch
-from tandem.engine.roles import int_flag
+from tandem.engine.args import has_flag
 
 KV_SHARE = 4
 """One part in this many of the available memory is KV cache, all engines together; weights, activations and
 the processes themselves (1 to 2 GB each) live in the rest."""
-
-MAX_PREFILL_CHUNK = 32_768
-"""Tokens; above it a prompt is prefilled in several steps, because activations grow with the chunk."""
-
-DECODE_CHUNK = 256
-"""Tokens that a decoder computes in one step at most. Between two steps of the running streams it prefills
-short prompts itself, and every stream waits for the whole step: a CPU core prefills a small model at some 500
-tokens/s, so 256 bounds that wait to about half a second where vLLM's default (2048) would allow four. It is
-two of the CPU build's KV blocks. Less would gain little: each step reads the weights anew, and vLLM wants
-room for one token of every running sequence (up to 128 by default)."""
 
 UNUSABLE_FLAGS = dict.fromkeys(
     (
@@ -62,6 +50,9 @@ def default_environment(args: Iterable[str]) -> dict[str, str]:
     """Variables that an engine with these flags has unless the manifest says otherwise."""
     environment = {
         "UCX_LOG_LEVEL": "warn",
+        # On one machine the thread that asks for KV also copies it, so NIXL's progress thread has only
+        # notifications to see to: twice its usual pause halves what idle engines cost.
+        "TANDEM_NIXL_PROGRESS_DELAY_US": "2000",
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL needs it; vLLM sets it for its own connectors only
     }
     if has_flag(list(args), "--enforce-eager"):
@@ -83,17 +74,16 @@ def owned_environment(physical_cores: int) -> dict[str, str]:
     }
 
 
+DEFAULT_SEQUENCES = 128
+"""vLLM's `--max-num-seqs` on CPU, which may not be more than the tokens of a step."""
+
+
 def default_flags(
-    args: Iterable[str],
-    role: Role,
-    *,
-    context: int | None,
-    kv_bytes: int,
-    environment: Mapping[str, str],
+    args: Iterable[str], *, step: int | None, kv_bytes: int, environment: Mapping[str, str]
 ) -> list[str]:
     """Flags for what the role's merged `args` leave open.
 
-    `context` is the longest prompt in tokens (None: unknown), `kv_bytes` the engine's share of KV memory.
+    `step`: the most tokens of a step (None: vLLM's own); `kv_bytes`: the engine's share of KV memory.
     """
     args = list(args)
     flags: list[str] = []
@@ -103,9 +93,10 @@ def default_flags(
         flags += ["--enforce-eager"]
     if not has_flag(args, "--kv-cache-memory-bytes") and "VLLM_CPU_KVCACHE_SPACE" not in environment:
         flags += ["--kv-cache-memory-bytes", str(kv_bytes)]
-    chunk = batched_tokens(args, role, context)
-    if chunk is not None and not has_flag(args, "--max-num-batched-tokens"):
-        flags += ["--max-num-batched-tokens", str(chunk)]
+    if step is not None and not has_flag(args, "--max-num-batched-tokens"):
+        flags += ["--max-num-batched-tokens", str(step)]
+        if step < DEFAULT_SEQUENCES and not has_flag(args, "--max-num-seqs"):
+            flags += ["--max-num-seqs", str(step)]
     return flags
 
 
@@ -113,18 +104,3 @@ def kv_bytes_per_engine(available_bytes: int, engines: int) -> int:
     """Each engine's KV cache: an equal part of 1/KV_SHARE of the available memory, in whole MiB."""
     mib = 1 << 20
     return max(1, available_bytes // KV_SHARE // engines // mib) * mib
-
-
-def batched_tokens(args: Iterable[str], role: Role, context: int | None) -> int | None:
-    """`--max-num-batched-tokens` for a role; None leaves it to vLLM.
-
-    A prefiller takes a whole prompt in one step; a decoder's steps stay short (DECODE_CHUNK). vLLM asks for
-    at least `--max-num-seqs`, and for the whole context where chunked prefill is off.
-    """
-    args = list(args)
-    sequences = int_flag(args, "--max-num-seqs") or 0
-    if switch(args, "--enable-chunked-prefill") is False:
-        return None if context is None else max(context, sequences)
-    if role is Role.DECODE:
-        return max(DECODE_CHUNK, sequences)
-    return None if context is None else max(min(context, MAX_PREFILL_CHUNK), sequences)

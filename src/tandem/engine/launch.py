@@ -21,16 +21,17 @@ from tandem.engine.kv_transfer import (
 from tandem.engine.machine import Core, Machine, share_cores, share_gpus
 from tandem.engine.roles import (
     API_SERVER,
-    context_length,
     engine_count,
     int_flag,
     literal_environment,
+    model_config,
     pd_spec,
     role_args,
     served_model_name,
     served_model_names,
     sources,
 )
+from tandem.engine.step_size import decode_note, step_tokens
 
 _LISTENING = "engines listen where Tandem's router finds them, over plain HTTP"
 _UNUSABLE_FLAGS = {
@@ -119,13 +120,6 @@ def plan(
     connector, note = startable_connector(choose_connector(endpoint))
     notes = _Notes()
     notes.add(note)
-    args = {
-        role: _role_flags(endpoint, machine, role, model, connector, lease_seconds, notes) for role in Role
-    }
-    for (role, _), port in zip(roles, ports, strict=True):
-        if port.kv_events is not None:
-            _note_kv_events(endpoint, role, args[role], notes)
-
     cores: Sequence[Sequence[Core]] = [()] * len(roles)
     gpus: Sequence[tuple[str, ...]] = [()] * len(roles)
     rest: Sequence[Core] = ()
@@ -133,7 +127,15 @@ def plan(
         shares = share_cores(machine, len(roles))
         cores, rest = shares.engines, shares.rest
         notes.add(shares.note)
-    else:
+    each = len(cores[0])
+    args = {
+        role: _role_flags(endpoint, machine, role, model, connector, lease_seconds, each, notes)
+        for role in Role
+    }
+    for (role, _), port in zip(roles, ports, strict=True):
+        if port.kv_events is not None:
+            _note_kv_events(endpoint, role, args[role], notes)
+    if machine.accelerator != "cpu":
         gpus = share_gpus(
             machine, [(n, _gpus_needed(args[role])) for n, (role, _) in zip(names, roles, strict=True)]
         )
@@ -186,9 +188,12 @@ def _role_flags(
     model: Path,
     connector: ConnectorChoice,
     lease_seconds: int,
+    cores: int,
     notes: _Notes,
 ) -> list[str]:
-    """A role's flags, less --host and --port: the manifest's that have a place here, and Tandem's own."""
+    """A role's flags, less --host and --port: the manifest's that have a place here, and Tandem's own.
+
+    `cores`: of each engine, on a CPU."""
     on_cpu = machine.accelerator == "cpu"
     unusable = {**_UNUSABLE_FLAGS, **(cpu.UNUSABLE_FLAGS if on_cpu else {})}
     replaced = {
@@ -208,10 +213,13 @@ def _role_flags(
                 f"{flag} of spec.worker.args or spec.pdSpec: is not supported on one machine; {instead}."
             )
     if on_cpu:
-        context = int_flag(args, "--max-model-len") or context_length(model)
+        step = step_tokens(args, role, config=model_config(model), cores=cores)
         kv_bytes = cpu.kv_bytes_per_engine(machine.memory_bytes, engine_count(endpoint))
         environment = literal_environment(endpoint)
-        args += cpu.default_flags(args, role, context=context, kv_bytes=kv_bytes, environment=environment)
+        own = cpu.default_flags(args, step=step, kv_bytes=kv_bytes, environment=environment)
+        if role is Role.DECODE and has_flag(own, "--max-num-batched-tokens"):
+            notes.add(decode_note(step, model_config(model), cores))
+        args += own
         for flag, (value, _) in cpu.OWNED_FLAGS.items():
             args += [flag, value]
     if not has_flag(args, "--served-model-name"):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.api import Endpoint, PdSpec, Role
 from tandem.api.models import EnvVar, IntelligentRoutingSpec
@@ -168,17 +169,14 @@ def int_flag(args: Iterable[str], flag: str) -> int | None:
         raise EngineError(f"spec.worker.args or spec.pdSpec: {error}") from None
 
 
-def context_length(model: Path) -> int | None:
-    """The model's own context in tokens, from its config.json; None when there is none to read."""
+def model_config(model: Path) -> dict[str, Any]:
+    """A model's config.json, of a multimodal model the part on text; empty when there is none to read."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict):
-        return None
-    text_config = config.get("text_config", config)  # of a multimodal model
-    length = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
-    return length if isinstance(length, int) else None
+        return {}
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    return text if isinstance(text, dict) else {}
 
 
 def _flags_of_command(command: tuple[str, ...]) -> tuple[str, ...]:

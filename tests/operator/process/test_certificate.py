@@ -31,6 +31,9 @@ async def test_one_that_could_not_be_written_is_tried_again_soon(
             raise KubeError("the API server is away")
         return made
 
+    async def get(*_: object) -> None:
+        """Of the definition: there is none."""
+
     async def trust(*given: object) -> None:
         assert given[-1] == made.bundle
         told.set()
@@ -38,7 +41,7 @@ async def test_one_that_could_not_be_written_is_tried_again_soon(
     monkeypatch.setattr(module, "shared", shared)
     monkeypatch.setattr(module, "trust", trust)
     monkeypatch.setattr(module, "CERTIFICATE_AGAIN_SECONDS", 0.01)
-    operator = _Operator(SimpleNamespace(sent={}), OperatorConfig())  # type: ignore[arg-type]
+    operator = _Operator(SimpleNamespace(sent={}, get=get), OperatorConfig())  # type: ignore[arg-type]
     operator._distrusted.set()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     task = asyncio.create_task(operator._renew(tmp_path, context, own=True))
