@@ -110,7 +110,8 @@ def show_proof(proof: Proof) -> None:
     out.print(checks)
 
 
-def _ms(value: float | None) -> str:
+def ms(value: float | None) -> str:
+    """Milliseconds as a person reads them; nothing for None."""
     return "" if value is None else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
@@ -122,12 +123,12 @@ _FIGURES: tuple[tuple[str, Callable[[Shot], str]], ...] = (
     ("path", lambda s: s.path.replace("_", " ")),
     ("prompt tokens, counted by the router", lambda s: _count(s.router_tokens)),
     ("prompt tokens, counted by the engine", lambda s: _count(s.engine_tokens)),
-    ("prefill leg", lambda s: _ms(s.prefill_ms)),
-    ("KV transfer", lambda s: "" if s.kv_bytes is None else f"{s.kv_bytes / 1e6:.1f} MB in {_ms(s.kv_ms)}"),
+    ("prefill leg", lambda s: ms(s.prefill_ms)),
+    ("KV transfer", lambda s: "" if s.kv_bytes is None else f"{s.kv_bytes / 1e6:.1f} MB in {ms(s.kv_ms)}"),
     ("decoder: tokens received from the prefiller", lambda s: _count(s.remote_tokens)),
     ("decoder: tokens found in its own cache", lambda s: _count(s.cached_tokens)),
     ("decoder: prompt tokens computed", lambda s: _count(s.computed_tokens)),
-    ("TTFT", lambda s: _ms(s.ttft_ms)),
-    ("ITL, median", lambda s: _ms(s.itl_p50_ms)),
-    ("ITL, longest", lambda s: _ms(s.itl_max_ms)),
+    ("TTFT", lambda s: ms(s.ttft_ms)),
+    ("ITL, median", lambda s: ms(s.itl_p50_ms)),
+    ("ITL, longest", lambda s: ms(s.itl_max_ms)),
 )
