@@ -84,6 +84,8 @@ def show_plan(plan: LocalPlan) -> None:
         out.print(f"# {engine.name}: {engine.url}, {where}", markup=False)
         env = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(engine.env.items()))
         out.print(f"{env} {shlex.join(engine.argv)}\n", markup=False)
+    for attached in plan.attached:
+        out.print(f"# {attached.role.value}, runs already: {attached.spec.url}\n", markup=False)
     out.print(f"# router: {plan.url}", markup=False)
     out.print(shlex.join(plan.router_argv), markup=False)
 

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_endpoint_arguments(parser)
     parser.add_argument("--port", type=port, default=8000, help="port of the router (default 8000)")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}-url",
+            type=engine,
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="URL",
+            help=f"{role} engines that run already, with a NIXL connector, instead of starting any",
+        )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
 
@@ -63,6 +73,16 @@ def port(text: str) -> int:
     return int(text)
 
 
+def engine(text: str) -> str:
+    """An engine as the router's flags have it."""
+    from tandem.config import engine_spec
+
+    try:
+        return engine_spec(text).text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _vllm_python() -> str:
     """The interpreter that `make setup VLLM_PYTHON=…` was told of, else this one."""
     told = Path(sys.prefix) / "vllm-python"
@@ -75,7 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.dry_run:
         complain("--json goes with --dry-run")
         return USAGE
-    plan = plan_or_complain(arguments, dry=arguments.dry_run)
+    if bool(arguments.prefill_url) != bool(arguments.decode_url):
+        complain("--prefill-url and --decode-url go together: one alone hands over to nobody")
+        return USAGE
+    attach = (arguments.prefill_url, arguments.decode_url) if arguments.decode_url else None
+    plan = plan_or_complain(arguments, dry=arguments.dry_run, attach=attach)
     if isinstance(plan, int):
         return plan
     if arguments.dry_run:
@@ -104,16 +128,32 @@ def code_of(error: LocalError) -> int:
             return ENVIRONMENT
 
 
-def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> LocalPlan | int:
-    """The plan that the flags ask for, or the exit code after saying why there is none."""
+def plan_or_complain(
+    arguments: argparse.Namespace, *, dry: bool = False, attach: tuple[list[str], list[str]] | None = None
+) -> LocalPlan | int:
+    """The plan that the flags ask for, or the exit code after saying why there is none. `attach`: prefill and
+    decode engines that run already."""
     from tandem.api import InvalidResource
     from tandem.cli.console import err
     from tandem.engine import MachineError, detect
+    from tandem.local.attach import attach_plan
     from tandem.local.errors import LocalError
     from tandem.local.plan import make_plan, read_endpoint
 
     try:
         endpoint, raw = read_endpoint(arguments.file)
+        if attach is not None:
+            return attach_plan(
+                endpoint,
+                raw,
+                *attach,
+                sys.executable,
+                given=arguments.file is not None,
+                model=arguments.model,
+                host=arguments.host,
+                port=arguments.port,
+                dry=dry,
+            )
         return make_plan(
             endpoint,
             raw,
