@@ -52,6 +52,7 @@ async def planned(
     endpoint, raw = (
         read_endpoint(None) if manifest is None else parse_endpoint(manifest, source="endpoint.yaml")
     )
+    endpoint = attach.renamed(endpoint) if manifest is None else endpoint
     options = {"given": manifest is not None, **more}
     return await asyncio.to_thread(attach_plan, endpoint, raw, prefill, decode, "/venv/bin/python", **options)
 

@@ -6,17 +6,23 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
+import os
 import signal
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
 
 if TYPE_CHECKING:
+    from tandem.api import Endpoint
     from tandem.local.errors import LocalError
     from tandem.local.plan import LocalPlan
+
+T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{role} engines that run already, with a NIXL connector, instead of starting any",
         )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="return when the endpoint is ready, which then runs on by itself",
+    )
+    parser.add_argument(
+        "--hung-after",
+        type=seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="restart a process that has neither answered nor worked for so long; 0: never "
+        "(default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +102,16 @@ def engine(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return value
+
+
 def _vllm_python() -> str:
     """The interpreter that `make setup VLLM_PYTHON=…` was told of, else this one."""
     told = Path(sys.prefix) / "vllm-python"
@@ -92,14 +121,15 @@ def _vllm_python() -> str:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.local.errors import LocalError
 
-    if arguments.json and not arguments.dry_run:
-        complain("--json goes with --dry-run")
-        return USAGE
     if bool(arguments.prefill_url) != bool(arguments.decode_url):
         complain("--prefill-url and --decode-url go together: one alone hands over to nobody")
         return USAGE
-    attach = (arguments.prefill_url, arguments.decode_url) if arguments.decode_url else None
-    plan = plan_or_complain(arguments, dry=arguments.dry_run, attach=attach)
+    if arguments.detach and not arguments.dry_run:
+        from tandem.cli.detached import start
+
+        folder = _or_complain(arguments, lambda: _folder(arguments))
+        return folder if isinstance(folder, int) else start(arguments.words, folder, as_json=arguments.json)
+    plan = plan_or_complain(arguments, dry=arguments.dry_run)
     if isinstance(plan, int):
         return plan
     if arguments.dry_run:
@@ -108,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(plan.as_dict(), indent=2)) if arguments.json else show_plan(plan)
         return OK
     try:
-        run_until_signalled(_up(plan))
+        run_until_signalled(_up(plan, arguments.hung_after, as_json=arguments.json))
     except LocalError as error:
         complain(error)
         return code_of(error)
@@ -128,43 +158,84 @@ def code_of(error: LocalError) -> int:
             return ENVIRONMENT
 
 
-def plan_or_complain(
-    arguments: argparse.Namespace, *, dry: bool = False, attach: tuple[list[str], list[str]] | None = None
-) -> LocalPlan | int:
-    """The plan that the flags ask for, or the exit code after saying why there is none. `attach`: prefill and
-    decode engines that run already."""
-    from tandem.api import InvalidResource
-    from tandem.cli.console import err
-    from tandem.engine import MachineError, detect
-    from tandem.local.attach import attach_plan
-    from tandem.local.errors import LocalError
-    from tandem.local.plan import make_plan, read_endpoint
+def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> LocalPlan | int:
+    """The plan that the flags ask for, or the exit code after saying why there is none."""
+    return _or_complain(arguments, lambda: _plan(arguments, dry))
 
-    try:
-        endpoint, raw = read_endpoint(arguments.file)
-        if attach is not None:
-            return attach_plan(
-                endpoint,
-                raw,
-                *attach,
-                sys.executable,
-                given=arguments.file is not None,
-                model=arguments.model,
-                host=arguments.host,
-                port=arguments.port,
-                dry=dry,
-            )
-        return make_plan(
+
+def _plan(arguments: argparse.Namespace, dry: bool) -> LocalPlan:
+    from tandem.cli.console import err
+    from tandem.engine import detect
+    from tandem.local.attach import attach_plan
+    from tandem.local.plan import make_plan
+
+    endpoint, raw = _endpoint(arguments)
+    if not dry:
+        _refuse_second(endpoint, arguments.port)
+    if _attaches(arguments):
+        return attach_plan(
             endpoint,
             raw,
-            detect(python=arguments.vllm_python),
+            arguments.prefill_url,
+            arguments.decode_url,
             sys.executable,
+            given=arguments.file is not None,
             model=arguments.model,
             host=arguments.host,
             port=arguments.port,
             dry=dry,
-            on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
         )
+    return make_plan(
+        endpoint,
+        raw,
+        detect(python=arguments.vllm_python),
+        sys.executable,
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        dry=dry,
+        on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
+    )
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """Where the logs of the endpoint that the flags ask for are, and of no other that runs."""
+    endpoint, _ = _endpoint(arguments)
+    return _refuse_second(endpoint, arguments.port)
+
+
+def _attaches(arguments: argparse.Namespace) -> bool:
+    """Whether the flags name engines that run already; `tandem demo` has no such flags."""
+    return bool(getattr(arguments, "decode_url", None))
+
+
+def _endpoint(arguments: argparse.Namespace) -> tuple[Endpoint, dict[str, Any]]:
+    """The endpoint of the manifest; without one the built-in one, under another name where it has other
+    engines."""
+    from tandem.local.attach import renamed
+    from tandem.local.plan import read_endpoint
+
+    endpoint, raw = read_endpoint(arguments.file)
+    return (renamed(endpoint) if _attaches(arguments) and arguments.file is None else endpoint), raw
+
+
+def _refuse_second(endpoint: Endpoint, port: int) -> Path:
+    from tandem.local import paths
+    from tandem.local.record import refuse_second
+
+    folder = paths.state(endpoint.metadata.name) / str(port)
+    refuse_second(folder)
+    return folder
+
+
+def _or_complain(arguments: argparse.Namespace, work: Callable[[], T]) -> T | int:
+    """What the work comes to, or the exit code after saying what is wrong with the flags or this machine."""
+    from tandem.api import InvalidResource
+    from tandem.engine import MachineError
+    from tandem.local.errors import LocalError
+
+    try:
+        return work()
     except InvalidResource as error:
         complain(f"{error.source} is not a valid InferenceEndpointConfig:")
         for problem in error.problems:
@@ -184,28 +255,43 @@ def plan_or_complain(
         return USAGE
 
 
-async def _up(plan: LocalPlan) -> None:
+async def _up(plan: LocalPlan, hung_after: float, *, as_json: bool) -> None:
     from tandem.cli.console import Progress, err, out, show_notes
     from tandem.local.endpoint import running
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(OSError):  # whoever reads it may be gone, and the endpoint goes on
+            print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
 
     show_notes(plan)
     with Progress() as progress:
         async with running(plan, on_progress=progress) as endpoint:
             progress.stop()
-            err.print(f"ready after {progress.seconds:.0f} s; logs in {plan.logs}; stop with Ctrl-C")
-            out.print(f"{plan.url}\n{plan.curl()}", markup=False)
-            await endpoint.died()
+            stop = "Ctrl-C" if err.is_terminal else f"`tandem down {plan.name} --port {plan.router.port}`"
+            err.print(
+                f"ready after {progress.seconds:.0f} s; logs in {plan.logs}; stop with {stop}", markup=False
+            )
+            if as_json:
+                ready = {"name": plan.name, "url": plan.url, "pid": os.getpid(), "logs": str(plan.logs)}
+                with contextlib.suppress(OSError):  # as of a --detach that was killed while it waited
+                    print(json.dumps({**ready, "curl": plan.curl()}), flush=True)
+            else:
+                out.print(f"{plan.url}\n{plan.curl()}", markup=False)
+            await endpoint.keep_up(tell, hung_after=hung_after)
 
 
 def run_until_signalled(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine; SIGINT or SIGTERM cancels it, and what it then cleans up is waited for.
+    """Run a coroutine; SIGINT, SIGTERM or SIGHUP cancels it, and what it then cleans up is waited for.
 
-    Errors of the work are raised; being signalled is a normal end.
+    SIGHUP does not if this process was told to ignore it, as under nohup. Errors of the work are raised;
+    being signalled is a normal end.
     """
 
     async def main() -> None:
         task = asyncio.ensure_future(work)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -65,9 +65,8 @@ def attach_plan(
         kv_block_size=sizes[0] if sizes else 16,
         max_model_len=None,  # they tell it themselves
     )
-    title = endpoint.metadata.name if given else "attached"
     return LocalPlan(
-        name=title,
+        name=endpoint.metadata.name,
         engines=(),
         router=router,
         router_argv=router_command(python, router),
@@ -75,10 +74,16 @@ def attach_plan(
         served_name=name,
         notes=(*notes, *more),
         unused_fields=tuple(without_local_meaning(raw)) if given else (),
-        logs=paths.state(title) / str(port),
+        logs=paths.state(endpoint.metadata.name) / str(port),
         attached=engines,
         ready_timeout=_READY_SECONDS,
     )
+
+
+def renamed(endpoint: Endpoint) -> Endpoint:
+    """The built-in endpoint with other engines, which is not what its name says."""
+    metadata = endpoint.metadata.model_copy(update={"name": "attached"})
+    return endpoint.model_copy(update={"metadata": metadata})
 
 
 def _converted() -> Path:
