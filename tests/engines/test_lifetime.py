@@ -87,6 +87,7 @@ def test_nothing_is_left_however_the_endpoint_ends(
     assert shared_memory() <= shared
 
 
+@pytest.mark.timeout(4 * START_SECONDS)  # it starts, and then each process once more
 async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggregate_again(
     tiny: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
@@ -124,6 +125,7 @@ async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggreg
     assert shared_memory() <= shared
 
 
+@pytest.mark.timeout(3 * START_SECONDS)
 async def test_an_engine_that_hangs_is_restarted(
     tiny: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:

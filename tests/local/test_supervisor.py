@@ -209,7 +209,7 @@ async def test_one_that_cannot_be_started_is_tried_again(
 async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(world: World) -> None:
     await world.start(hung_after=100)
     first = world.member.process.pid
-    world.status, world.work = 0, 0.05  # an idle one's timers
+    world.status, world.work = 0, 0.12  # an idle one's timers
     await world.time.passes(30)
     assert world.state.state == "hung"
     assert world.state.doing.startswith("since ")
@@ -226,7 +226,7 @@ async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(wo
     await world.comes_back()
 
 
-@pytest.mark.parametrize(("status", "work"), [(0, 1.0), (200, 0.0), (503, 0.0)])
+@pytest.mark.parametrize(("status", "work"), [(0, 0.5), (200, 0.0), (503, 0.0)])
 async def test_one_that_works_or_answers_is_not_hung(world: World, status: int, work: float) -> None:
     """A prefill step may take minutes, in which an engine answers nothing."""
     await world.start(hung_after=100)
