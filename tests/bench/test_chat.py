@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.bench.chat import RequestFailed, TimedAnswer, timed_chat
+from tandem.bench.chat import TimedAnswer, timed_chat
+from tandem.bench.stream import RequestFailed
 from tandem.http import Request, Responder, serve
 
 from .fakes import SSE, event, token_event

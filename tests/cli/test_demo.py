@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tandem.bench import proof as proof_module
-from tandem.bench.chat import RequestFailed
 from tandem.bench.proof import Proof, ProofError, Shot
+from tandem.bench.stream import RequestFailed
 from tandem.local import endpoint
 from tandem.local.errors import LocalError
 from tandem.local.ports import free_port

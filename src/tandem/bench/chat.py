@@ -1,14 +1,15 @@
-"""One streamed chat request, timed by the client's clock."""
+"""One streamed chat request to a vLLM engine or a router, with its tokens, timed by the client's clock."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from tandem.bench.stream import chat_stream, choices_of, delta_of
 
 LIKELY = 5
 """Tokens whose probabilities are asked for: enough to find the other one of a tie, even of three."""
@@ -28,10 +29,6 @@ class TimedAnswer:
     gaps: list[float] = field(default_factory=list)
 
 
-class RequestFailed(Exception):
-    """The endpoint answered with an error; the message holds it."""
-
-
 async def timed_chat(
     client: httpx.AsyncClient,
     url: str,
@@ -47,29 +44,19 @@ async def timed_chat(
     """
     request = {
         **body,
-        "stream": True,
-        "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "logprobs": True,
         "top_logprobs": LIKELY,
         "return_tokens_as_token_ids": True,
     }
     sent = clock()
-    async with client.stream("POST", f"{url}/v1/chat/completions", json=request, headers=headers) as response:
-        if response.status_code != 200:
-            text = (await response.aread()).decode("utf-8", "replace")
-            raise RequestFailed(f"{url} answered HTTP {response.status_code}: {text[:500]}")
-        answer = TimedAnswer(response.headers)
+    async with chat_stream(client, url, request, headers) as stream:
+        answer = TimedAnswer(stream.headers)
         last: float | None = None
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise RequestFailed(f"{url} ended its stream with {event['error']}")
+        async for event in stream.events():
             if event.get("usage"):
                 answer.prompt_tokens = event["usage"]["prompt_tokens"]
-            if _add_tokens(answer, event.get("choices", [])):
+            if _add_tokens(answer, choices_of(event)):
                 now = clock()
                 if last is None:
                     answer.ttft = now - sent
@@ -83,7 +70,7 @@ def _add_tokens(answer: TimedAnswer, choices: list[dict[str, Any]]) -> bool:
     """Add an event's tokens to an answer; whether it had any."""
     added = False
     for choice in choices:
-        answer.text += choice.get("delta", {}).get("content") or ""
+        answer.text += delta_of(choice).get("content") or ""
         ids = choice.get("token_ids") or []
         answer.token_ids += ids
         added = added or bool(ids)

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem.bench.chat import TimedAnswer, timed_chat
 from tandem.bench.equality import compare
 from tandem.bench.scrape import EngineCounters, scrape
+from tandem.bench.stream import served_models
 
 ANSWER_TOKENS = 48
 _SETTLE_SECONDS = 15.0
@@ -136,25 +137,13 @@ async def prove(
     kept = httpx.Limits(keepalive_expiry=2.0)
     patience = httpx.Timeout(600.0, connect=5.0)
     async with httpx.AsyncClient(timeout=patience, limits=kept, trust_env=False) as client:
-        model = await _model(client, url)
+        model = (await served_models(client, url))[0]
         run = _Run(client, url, model, nonce, proof, sleep)
         on_step("a short prompt")
         threshold = await run.short()
         on_step("a long prompt, and the same on the decoder alone")
         await run.long(threshold)
     return proof
-
-
-async def _model(client: httpx.AsyncClient, url: str) -> str:
-    answer = await client.get(f"{url}/v1/models")
-    answer.raise_for_status()
-    try:
-        models = answer.json()["data"]
-    except (ValueError, KeyError, TypeError):
-        raise ProofError(f"{url} is no OpenAI endpoint: it answers {answer.text[:100]!r}") from None
-    if not models:
-        raise ProofError(f"{url}/v1/models names no model; is the endpoint ready?")
-    return str(models[0]["id"])
 
 
 @dataclass

@@ -14,6 +14,7 @@ from importlib.metadata import version
 COMMANDS = {
     "demo": "prove on this machine, or on a running endpoint, that disaggregation works",
     "up": "run an endpoint on this machine",
+    "chat": "talk to an endpoint, and see the path and the times of each answer",
     "status": "show this machine's endpoints and their processes",
     "logs": "show what the processes of an endpoint have written",
     "down": "stop an endpoint of this machine",

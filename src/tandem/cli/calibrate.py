@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="served model name (default: the engine's first)")
     parser.add_argument(
         "--max-num-batched-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="the engine's, or the decoder's (default: the power of two that explains the times best)",
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=3, metavar="N", help="of each measurement (default: 3)"
+        "--repeats", type=positive, default=3, metavar="N", help="of each measurement (default: 3)"
     )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the profile, for `tandem sim`"
@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON on stdout")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A flag's whole number greater than 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number greater than 0")
     return int(text)

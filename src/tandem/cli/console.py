@@ -86,6 +86,8 @@ def show_plan(plan: LocalPlan) -> None:
         out.print(f"# {engine.name}: {engine.url}, {where}", markup=False)
         env = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(engine.env.items()))
         out.print(f"{env} {shlex.join(engine.argv)}\n", markup=False)
+    for attached in plan.attached:
+        out.print(f"# {attached.role.value}, runs already: {attached.spec.url}\n", markup=False)
     out.print(f"# router: {plan.url}", markup=False)
     out.print(shlex.join(plan.router_argv), markup=False)
 
@@ -146,7 +148,8 @@ def show_endpoint(endpoint: Found, processes: Sequence[Seen]) -> None:
             out.print(f"last death: {seen.known.cause}", markup=False)
 
 
-def _ms(value: float | None) -> str:
+def ms(value: float | None) -> str:
+    """Milliseconds as a person reads them; nothing for None."""
     return "" if value is None else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
@@ -158,12 +161,12 @@ _FIGURES: tuple[tuple[str, Callable[[Shot], str]], ...] = (
     ("path", lambda s: s.path.replace("_", " ")),
     ("prompt tokens, counted by the router", lambda s: _count(s.router_tokens)),
     ("prompt tokens, counted by the engine", lambda s: _count(s.engine_tokens)),
-    ("prefill leg", lambda s: _ms(s.prefill_ms)),
-    ("KV transfer", lambda s: "" if s.kv_bytes is None else f"{s.kv_bytes / 1e6:.1f} MB in {_ms(s.kv_ms)}"),
+    ("prefill leg", lambda s: ms(s.prefill_ms)),
+    ("KV transfer", lambda s: "" if s.kv_bytes is None else f"{s.kv_bytes / 1e6:.1f} MB in {ms(s.kv_ms)}"),
     ("decoder: tokens received from the prefiller", lambda s: _count(s.remote_tokens)),
     ("decoder: tokens found in its own cache", lambda s: _count(s.cached_tokens)),
     ("decoder: prompt tokens computed", lambda s: _count(s.computed_tokens)),
-    ("TTFT", lambda s: _ms(s.ttft_ms)),
-    ("ITL, median", lambda s: _ms(s.itl_p50_ms)),
-    ("ITL, longest", lambda s: _ms(s.itl_max_ms)),
+    ("TTFT", lambda s: ms(s.ttft_ms)),
+    ("ITL, median", lambda s: ms(s.itl_p50_ms)),
+    ("ITL, longest", lambda s: ms(s.itl_max_ms)),
 )

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import httpx
 
-    from tandem.bench.chat import RequestFailed
     from tandem.bench.proof import ProofError
+    from tandem.bench.stream import RequestFailed
     from tandem.local.errors import LocalError
 
     if arguments.url:

@@ -28,6 +28,16 @@ T = TypeVar("T")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_endpoint_arguments(parser)
     parser.add_argument("--port", type=port, default=8000, help="port of the router (default 8000)")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}-url",
+            type=engine,
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="URL",
+            help=f"{role} engines that run already, with a NIXL connector, instead of starting any",
+        )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument(
         "--detach",
@@ -82,6 +92,16 @@ def port(text: str) -> int:
     return int(text)
 
 
+def engine(text: str) -> str:
+    """An engine as the router's flags have it."""
+    from tandem.config import engine_spec
+
+    try:
+        return engine_spec(text).text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def seconds(text: str) -> float:
     try:
         value = float(text)
@@ -101,6 +121,9 @@ def _vllm_python() -> str:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.local.errors import LocalError
 
+    if bool(arguments.prefill_url) != bool(arguments.decode_url):
+        complain("--prefill-url and --decode-url go together: one alone hands over to nobody")
+        return USAGE
     if arguments.detach and not arguments.dry_run:
         from tandem.cli.detached import start
 
@@ -143,11 +166,25 @@ def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> Loc
 def _plan(arguments: argparse.Namespace, dry: bool) -> LocalPlan:
     from tandem.cli.console import err
     from tandem.engine import detect
-    from tandem.local.plan import make_plan, read_endpoint
+    from tandem.local.attach import attach_plan
+    from tandem.local.plan import make_plan
 
-    endpoint, raw = read_endpoint(arguments.file)
+    endpoint, raw = _endpoint(arguments)
     if not dry:
         _refuse_second(endpoint, arguments.port)
+    if _attaches(arguments):
+        return attach_plan(
+            endpoint,
+            raw,
+            arguments.prefill_url,
+            arguments.decode_url,
+            sys.executable,
+            given=arguments.file is not None,
+            model=arguments.model,
+            host=arguments.host,
+            port=arguments.port,
+            dry=dry,
+        )
     return make_plan(
         endpoint,
         raw,
@@ -163,10 +200,23 @@ def _plan(arguments: argparse.Namespace, dry: bool) -> LocalPlan:
 
 def _folder(arguments: argparse.Namespace) -> Path:
     """Where the logs of the endpoint that the flags ask for are, and of no other that runs."""
+    endpoint, _ = _endpoint(arguments)
+    return _refuse_second(endpoint, arguments.port)
+
+
+def _attaches(arguments: argparse.Namespace) -> bool:
+    """Whether the flags name engines that run already; `tandem demo` has no such flags."""
+    return bool(getattr(arguments, "decode_url", None))
+
+
+def _endpoint(arguments: argparse.Namespace) -> tuple[Endpoint, dict[str, Any]]:
+    """The endpoint of the manifest; without one the built-in one, under another name where it has other
+    engines."""
+    from tandem.local.attach import renamed
     from tandem.local.plan import read_endpoint
 
-    endpoint, _ = read_endpoint(arguments.file)
-    return _refuse_second(endpoint, arguments.port)
+    endpoint, raw = read_endpoint(arguments.file)
+    return (renamed(endpoint) if _attaches(arguments) and arguments.file is None else endpoint), raw
 
 
 def _refuse_second(endpoint: Endpoint, port: int) -> Path:

@@ -113,13 +113,15 @@ class RunningEndpoint:
 
 @asynccontextmanager
 async def running(
-    plan: LocalPlan, *, on_progress: OnProgress, ready_timeout: float = 600.0
+    plan: LocalPlan, *, on_progress: OnProgress, ready_timeout: float | None = None
 ) -> AsyncIterator[RunningEndpoint]:
     """Start a plan; the block runs once a canary has gone through every path. Stops all on the way out.
+    `ready_timeout`: seconds, in place of the plan's own.
 
     Raises ProcessDied when a process ends first, with the cause from its log; LocalError on time-out, or when
     the endpoint runs already.
     """
+    ready_timeout = plan.ready_timeout if ready_timeout is None else ready_timeout
     with hold(plan.logs) as lock:
         remove_old(plan.logs)
         async with reaper(lock) as guard:
@@ -171,6 +173,8 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
             now["router"] = (
                 "waiting for the engines" if not up else "sending canaries" if missing else "ready"
             )
+            if missing and endpoint.plan.attached:  # whose logs are not here: all that there is to see
+                now["router"] = f"sending canaries: {missing}"
             waits_for[:] = [missing]
             if now != shown:
                 shown = now

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tandem.api import Endpoint, RequestLimits, Role, Spec, load_endpoint, parse_endpoint
+from tandem.api import Endpoint, PdSpec, RequestLimits, Role, Spec, load_endpoint, parse_endpoint
 from tandem.config import EngineSpec, RouterConfig, router_argv
 from tandem.config.values import request_path
 from tandem.engine import (
@@ -30,6 +30,7 @@ from tandem.engine import (
     plan as plan_engines,
 )
 from tandem.local import paths
+from tandem.local.attached import AttachedEngine
 from tandem.local.builtin import builtin_folder, builtin_model
 from tandem.local.errors import ResourceError
 from tandem.local.fields import without_local_meaning
@@ -49,13 +50,18 @@ class LocalPlan:
     engines: tuple[EngineLaunch, ...]
     router: RouterConfig
     router_argv: tuple[str, ...]
-    model: Path
+    model: Path | None
+    """None where only engines know it, which run already."""
     served_name: str
     notes: tuple[str, ...]
     unused_fields: tuple[str, ...]
     logs: Path
     sockets: Path | None = None
     """Folder of the sockets on which engines publish KV events, made for as long as the endpoint runs."""
+    attached: tuple[AttachedEngine, ...] = ()
+    """Engines that run already, in the place of `engines`."""
+    ready_timeout: float = 600.0
+    """Seconds within which all must be up and proved."""
 
     @property
     def url(self) -> str:
@@ -82,7 +88,7 @@ class LocalPlan:
         return {
             "name": self.name,
             "url": self.url,
-            "model": str(self.model),
+            "model": None if self.model is None else str(self.model),
             "engines": [
                 {
                     "name": e.name,
@@ -95,6 +101,7 @@ class LocalPlan:
                 }
                 for e in self.engines
             ],
+            "attached": [{"role": a.role.value, "url": a.spec.url} for a in self.attached],
             "router": {"argv": list(self.router_argv)},
             "notes": list(self.notes),
             "unusedFields": list(self.unused_fields),
@@ -128,9 +135,7 @@ def make_plan(
     neither when it is `dry`, to be looked at only.
     Raises LocalError, or ValueError from rendering, with what must be changed.
     """
-    spec = endpoint.spec
-    if spec.pd_spec is None:
-        raise ResourceError("spec.pdSpec is missing: `tandem up` runs disaggregated endpoints.")
+    require_pd_spec(endpoint)
 
     def builtin() -> Path:
         if dry:
@@ -145,49 +150,87 @@ def make_plan(
     if sockets is not None:
         ports = [replace(p, kv_events=event_sockets(sockets, p.http)) for p in ports]
     engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
-    args = role_args(endpoint, Role.DECODE)
-    notes: list[str] = []
-    tokenizer = flag_value(args, "--tokenizer")
-    countable = tokenizer is None or Path(tokenizer).is_dir()
-    if not countable:
-        notes.append(f"--tokenizer {tokenizer}: is no folder on this machine, so engines count the prompts")
-    limits = spec.worker.request_limits or RequestLimits()
-    if limits.max_queue_size and limits.max_concurrent_requests is None:
-        notes.append("spec.worker.requestLimits: without maxConcurrentRequests nothing is limited or queued")
-    name = served_model_name(endpoint)
-    router = RouterConfig(
+    router, notes = router_for(
+        endpoint,
+        folder,
         host=host,
         port=port,
         prefill=_for_router(engines.engines, Role.PREFILL),
         decode=_for_router(engines.engines, Role.DECODE),
-        invocation_path=_invocation_path(spec),
-        routing_threshold=spec.pd_spec.routing_threshold,
-        routing_strategy=routing_strategy(endpoint),
         kv_block_size=_block_size(endpoint, machine),
+        max_model_len=max_model_len(endpoint),
+    )
+    return LocalPlan(
+        name=endpoint.metadata.name,
+        engines=engines.engines,
+        router=router,
+        router_argv=router_command(python, router),
+        model=folder,
+        served_name=served_model_name(endpoint),
+        notes=(*engines.notes, *notes),
+        unused_fields=tuple(without_local_meaning(raw)),
+        logs=paths.state(endpoint.metadata.name) / str(port),
+        sockets=sockets,
+    )
+
+
+def require_pd_spec(endpoint: Endpoint) -> PdSpec:
+    """Raises ResourceError where an endpoint is not disaggregated."""
+    if endpoint.spec.pd_spec is None:
+        raise ResourceError("spec.pdSpec is missing: `tandem up` runs disaggregated endpoints.")
+    return endpoint.spec.pd_spec
+
+
+def router_for(
+    endpoint: Endpoint,
+    folder: Path | None,
+    *,
+    host: str,
+    port: int,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    kv_block_size: int,
+    max_model_len: int | None,
+) -> tuple[RouterConfig, list[str]]:
+    """The router that an endpoint asks for, and notes on what of it does nothing. `folder` has the model's
+    tokenizer; None: engines count."""
+    spec = endpoint.spec
+    args = role_args(endpoint, Role.DECODE)
+    notes: list[str] = []
+    tokenizer = flag_value(args, "--tokenizer")
+    countable = folder is not None and (tokenizer is None or Path(tokenizer).is_dir())
+    if folder is not None and not countable:
+        notes.append(f"--tokenizer {tokenizer}: is no folder on this machine, so engines count the prompts")
+    limits = spec.worker.request_limits or RequestLimits()
+    if limits.max_queue_size and limits.max_concurrent_requests is None:
+        notes.append("spec.worker.requestLimits: without maxConcurrentRequests nothing is limited or queued")
+    router = RouterConfig(
+        host=host,
+        port=port,
+        prefill=prefill,
+        decode=decode,
+        invocation_path=_invocation_path(spec),
+        routing_threshold=require_pd_spec(endpoint).routing_threshold,
+        routing_strategy=routing_strategy(endpoint),
+        kv_block_size=kv_block_size,
         model_path=str(folder) if countable else None,
         tokenizer=tokenizer if countable else None,
         chat_template=flag_value(args, "--chat-template"),
         chat_template_content_format=flag_value(args, "--chat-template-content-format") or "auto",
         default_chat_template_kwargs=flag_value(args, "--default-chat-template-kwargs"),
         exclude_tools_when_tool_choice_none=bool(switch(args, "--exclude-tools-when-tool-choice-none")),
-        max_model_len=max_model_len(endpoint),
+        max_model_len=max_model_len,
         max_concurrent_requests=limits.max_concurrent_requests,
         max_queue_size=limits.max_queue_size or 0,
         overflow_status_code=limits.overflow_status_code,
         explain=True,
     )
-    return LocalPlan(
-        name=endpoint.metadata.name,
-        engines=engines.engines,
-        router=router,
-        router_argv=(python, "-m", "tandem", "router", *router_argv(router)),
-        model=folder,
-        served_name=name,
-        notes=(*engines.notes, *notes),
-        unused_fields=tuple(without_local_meaning(raw)),
-        logs=paths.state(endpoint.metadata.name) / str(port),
-        sockets=sockets,
-    )
+    return router, notes
+
+
+def router_command(python: str, router: RouterConfig) -> tuple[str, ...]:
+    """The command line of a router that `python` runs."""
+    return (python, "-m", "tandem", "router", *router_argv(router))
 
 
 def _for_router(engines: Sequence[EngineLaunch], role: Role) -> tuple[str, ...]:
