@@ -80,13 +80,17 @@ def start_up(state: Path, *arguments: str) -> Up:
     with (state / "up.log").open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     up = Up(process, f"http://127.0.0.1:{port}", state, plan)
-    for role in ("prefill", "decode"):
-        setattr(up, role, [e["url"] for e in plan["engines"] if e["role"] == role])
     try:
         wait_ready(up)
     except BaseException:
         stop_up(up)
         raise
+    (file,) = state.glob(f"**/{port}/state.json")
+    urls = {process["name"]: process["url"] for process in json.loads(file.read_text())["processes"]}
+    for engine in plan["engines"]:
+        engine["url"] = urls[engine["name"]]  # another endpoint may have taken the port that was planned
+    for role in ("prefill", "decode"):
+        setattr(up, role, [e["url"] for e in plan["engines"] if e["role"] == role])
     return up
 
 
