@@ -54,9 +54,9 @@ def test_every_problem_of_a_manifest_is_listed(tandem_command: Tandem, manifest:
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [
         f"tandem: {manifest} is not a valid InferenceEndpointConfig:",
-        "  spec.modelName: is required",
-        "  spec.modelname: is not a field; did you mean modelName?",
-        "  spec.worker.modelInvocationPort.containerPort: is required",
+        f"  {manifest}:4:1: error IEC102 spec.modelName: is required",
+        f"  {manifest}:5:3: error IEC101 spec.modelname: is not a field; did you mean modelName?",
+        f"  {manifest}:11:5: error IEC102 spec.worker.modelInvocationPort.containerPort: is required",
     ]
 
 

