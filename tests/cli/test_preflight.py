@@ -193,10 +193,23 @@ def test_too_little_memory_is_told_with_the_figures(
     each = f"{1 + 1 / 8 + own:.1f} GiB (weights 1.0 GiB, KV cache 0.1 GiB, its process {own:.1f} GiB)"
     assert done.err.startswith(
         f"tandem: The engines take {2 * (1 + 1 / 8 + own):.1f} GiB of memory and 1.0 GiB are available: "
-        f"prefill-0 {each}; decode-0 {each}. Use fewer replicas (spec.pdSpec), a smaller "
+        f"1 × prefill {each}; 1 × decode {each}. Use fewer replicas (spec.pdSpec), a smaller "
         "--kv-cache-memory-bytes (spec.worker.args) or a smaller model, or end other programs; "
         "--no-memory-check starts them all the same."
     )
+
+
+def test_what_the_machine_can_be_given_counts_and_not_what_it_has_now(
+    tandem_command: Tandem, manifest: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detect = tandem.engine.detect
+
+    def growing(python: str) -> Machine:
+        return replace(detect(python), memory_bytes=1 << 30, obtainable_bytes=16 << 30)
+
+    monkeypatch.setattr(tandem.engine, "detect", growing)
+    with pytest.raises(pytest.fail.Exception, match="processes were started"):
+        tandem_command("up", "-f", manifest, "--model", model)
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -80,13 +80,15 @@ def _model(start: Start, memory: bool) -> Iterator[LocalError]:
     yield from fit_problems(start.endpoint, start.engines, config, vllm)
     if memory and start.machine.accelerator == "cpu":
         needed = [_need(engine, weights, config) for engine in start.engines]
-        if problem := memory_problem(needed, start.machine.memory_bytes):
+        machine = start.machine
+        obtainable = machine.obtainable_bytes
+        if problem := memory_problem(needed, machine.memory_bytes if obtainable is None else obtainable):
             yield problem
 
 
 def _need(engine: EngineLaunch, weights: Weights, config: dict[str, Any]) -> Need:
     return Need(
-        engine.name,
+        engine.role.value,
         weights.loaded_bytes(float_bytes(engine.argv)),
         kv_cache_bytes(engine.argv, engine.env, config) or 0,
     )
