@@ -240,9 +240,9 @@ def listening() -> Iterator[Callable[..., tuple[int, int]]]:
     """Starts a process that listens, with further words on its command line: its pid and its port."""
     started = []
 
-    def start(*words: str) -> tuple[int, int]:
+    def start(*words: str, code: str = LISTEN) -> tuple[int, int]:
         child = subprocess.Popen(
-            [sys.executable, "-c", LISTEN, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         started.append(child)
         assert child.stdout is not None
@@ -271,10 +271,12 @@ def test_a_port_that_another_program_has_is_told_with_its_name(
 def test_a_port_that_another_endpoint_has_is_told_with_how_to_prove_that_one(
     tandem_command: Tandem, manifest: Path, model: Path, listening: Any
 ) -> None:
-    _, port = listening("-m", "tandem", "router", "--port", "8000")
+    router = [sys.executable, "-c", LISTEN, "-m", "tandem", "router"]
+    up = ["bin/tandem", "up", "-f", "other.yaml"]
+    pid, port = listening(*up, code=f"import subprocess; subprocess.run({router!r})")
     done = tandem_command("up", "-f", manifest, "--model", model, "--port", port)
-    assert done.code == ENVIRONMENT
-    assert f"is taken by another endpoint (process {os.getpid()}: " in done.err
+    assert (done.code, done.out) == (ENVIRONMENT, "")
+    assert f"by another endpoint (process {pid}: tandem up -f other.yaml). Stop that one, " in done.err
     assert f"prove that one with `tandem demo --url http://127.0.0.1:{port}`." in done.err
 
 

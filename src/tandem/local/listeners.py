@@ -22,19 +22,26 @@ class Listener:
 
     @property
     def is_router(self) -> bool:
-        """Whether it is the router of an endpoint on this machine, which `tandem up` has started."""
-        return any(pair == ("tandem", "router") for pair in zip(self.command, self.command[1:], strict=False))
+        return self._tandem[1:2] == ("router",)
 
-    def starter(self) -> Listener | None:
-        """The process that has started it, if that is still there and this user may see it."""
+    def endpoint(self) -> Listener:
+        """The `tandem up` or `tandem demo` that a router belongs to, else the process itself."""
         try:
             parent = int((_PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
-            return None
-        return _process(parent)
+            return self
+        starter = _process(parent)
+        return starter if starter is not None and starter._tandem[1:2] in (("up",), ("demo",)) else self
+
+    @property
+    def _tandem(self) -> tuple[str, ...]:
+        """Its command line from `tandem` on, of `.venv/bin/tandem …` and `python -m tandem …`; else empty."""
+        found = (i for i, word in enumerate(self.command) if word.rpartition("/")[2] == "tandem")
+        start = next(found, None)
+        return () if start is None else ("tandem", *self.command[start + 1 :])
 
     def __str__(self) -> str:
-        written = one_line(shlex.join(self.command))
+        written = one_line(shlex.join(self._tandem or self.command))
         return f"process {self.pid}: {written if len(written) <= _LONGEST else f'{written[:_LONGEST]}…'}"
 
 

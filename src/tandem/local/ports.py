@@ -57,7 +57,7 @@ def _by_whom(port: int, host: str) -> str:
     if found.is_router:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         return (
-            f" by another endpoint ({found.starter() or found}). Stop that one, choose another port with "
+            f" by another endpoint ({found.endpoint()}). Stop that one, choose another port with "
             f"--port, or prove that one with `tandem demo --url {url}`."
         )
     return f" ({found}). Stop it, or choose another port with --port."
