@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.api import Endpoint, InvalidResource, Role, load_endpoint, parse_endpoint
+from tandem.api import Endpoint, InvalidResource, Role, parse_endpoint
 from tandem.api.conversion import ANNOTATION_V1_FIELDS, convert
+from tandem.api.load import manifest_text
 
 from .manifests import COLOCATED, HUGGING_FACE, MANIFESTS, NVME, S3
 
@@ -250,9 +251,9 @@ def test_a_file_without_one_endpoint_is_refused(text: str, held: str) -> None:
 def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
     file = tmp_path / "endpoint.yaml"
     file.write_text(NVME)
-    assert load_endpoint(file)[0].metadata.name == "pd-nvme"
+    assert manifest_text(file) == NVME
     file.write_bytes(b"a: \xff")
     with pytest.raises(InvalidResource, match=r"endpoint\.yaml: the file: is not UTF-8 text"):
-        load_endpoint(file)
+        manifest_text(file)
     with pytest.raises(FileNotFoundError):
-        load_endpoint(tmp_path / "none.yaml")
+        manifest_text(tmp_path / "none.yaml")

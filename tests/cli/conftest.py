@@ -11,8 +11,11 @@ import pytest
 
 import tandem.engine
 import tandem.local.plan
+import tandem.local.preflight
 from tandem.cli import main
 from tandem.engine import Core, EnginePorts, Machine
+
+from ..local.models import model_folder
 
 
 @dataclass
@@ -58,18 +61,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tandem.engine, "detect", detect)
     monkeypatch.setattr(tandem.local.plan, "engine_ports", engine_ports)
-    monkeypatch.setattr(tandem.local.plan, "require_free", lambda port, host: None)
+    monkeypatch.setattr(tandem.local.preflight, "require_free", lambda port, host: None)
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"max_position_embeddings": 8192}')
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return model_folder(tmp_path / "model")
 
 
 @pytest.fixture

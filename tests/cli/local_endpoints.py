@@ -16,6 +16,7 @@ from typing import Any
 from tandem.local import paths
 from tandem.local.record import EndpointState, ProcessState, hold, this_process
 
+from ..local.models import CONFIG, safetensors
 from ..router.model_fakes import make_model
 from .conftest import MANIFEST
 
@@ -92,7 +93,9 @@ class Tandem:
 def simulated(folder: Path, port: int, before: str = "") -> Tandem:
     """`before`: shell commands that run before an engine starts; its arguments are "$@"."""
     model = make_model(folder / "model")
-    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}')
+    config = {**CONFIG, "model_type": "llama", "max_position_embeddings": 2048}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").write_bytes(safetensors())
     manifest, python = folder / "endpoint.yaml", folder / "python"
     manifest.write_text(MANIFEST.replace("pdSpec: {", "pdSpec: {routingThreshold: 100, "))
     python.write_text(PYTHON.format(python=sys.executable, before=before))

@@ -18,7 +18,7 @@ import pytest
 
 import tandem.engine
 from tandem.engine import MachineError
-from tandem.local import endpoint, paths, plan
+from tandem.local import endpoint, paths, preflight
 from tandem.local.errors import LocalError
 
 from .conftest import MANIFEST, Tandem
@@ -57,9 +57,9 @@ def test_every_problem_of_a_manifest_is_listed(tandem_command: Tandem, manifest:
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [
         f"tandem: {manifest} is not a valid InferenceEndpointConfig:",
-        "  spec.modelName: is required",
-        "  spec.modelname: is not a field; did you mean modelName?",
-        "  spec.worker.modelInvocationPort.containerPort: is required",
+        f"  {manifest}:4:1: error IEC102 spec.modelName: is required",
+        f"  {manifest}:5:3: error IEC101 spec.modelname: is not a field; did you mean modelName?",
+        f"  {manifest}:11:5: error IEC102 spec.worker.modelInvocationPort.containerPort: is required",
     ]
 
 
@@ -212,7 +212,7 @@ def test_a_second_one_is_told_of_the_first_before_its_port_is_missed(
     def taken(port: int, host: str) -> None:
         raise LocalError("the port is taken")
 
-    monkeypatch.setattr(plan, "require_free", taken)
+    monkeypatch.setattr(preflight, "require_free", taken)
     for words in (("up", "--port", "8000"), ("up", "--detach")):
         with up():
             done = tandem_command(*words, "-f", manifest, "--model", model)

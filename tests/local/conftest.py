@@ -8,15 +8,13 @@ import pytest
 
 from tandem.engine import Core, Machine
 
+from .models import model_folder
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A folder that looks like a model with a context of 8192 tokens."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"max_position_embeddings": 8192}')
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return model_folder(tmp_path / "model")
 
 
 @pytest.fixture

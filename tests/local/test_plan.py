@@ -18,12 +18,13 @@ import yaml
 from tandem.api import parse_endpoint
 from tandem.config import STRATEGIES, add_router_arguments, router_config
 from tandem.engine import EngineError, EnginePorts, Machine
-from tandem.local import paths, plan
-from tandem.local.builtin import MODEL_ID
+from tandem.local import paths, plan, preflight
+from tandem.local.builtin import MODEL_ID, builtin_folder
 from tandem.local.errors import LocalError
 from tandem.local.plan import LocalPlan, make_plan, read_endpoint
 
 from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
+from .models import model_folder
 from .test_fields import ACTED_ON
 
 
@@ -34,7 +35,7 @@ def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine_ports(count: int, host: str, *, but: Any) -> list[EnginePorts]:
         return [EnginePorts(http=8100 + i, side_channel=5600 + i) for i in range(count)]
 
-    monkeypatch.setattr(plan, "require_free", lambda port, host: None)
+    monkeypatch.setattr(preflight, "require_free", lambda port, host: None)
     monkeypatch.setattr(plan, "engine_ports", engine_ports)
 
 
@@ -161,18 +162,22 @@ def test_the_router_knows_the_size_of_the_prefillers_blocks(model: Path, machine
     assert planned(sized, machine, model=model).router.kv_block_size == 32
 
 
-def test_the_engines_template_settings_reach_the_router(model: Path, machine: Machine) -> None:
+def test_the_engines_template_settings_reach_the_router(
+    model: Path, machine: Machine, tmp_path: Path
+) -> None:
+    template = tmp_path / "t.jinja"
+    template.touch()
     raw = yaml.safe_load(NVME)
     raw["spec"]["worker"]["args"] = [
         f"--tokenizer={model}",
         "--chat-template",
-        "/t.jinja",
+        str(template),
         "--default-chat-template-kwargs",
         '{"a": 1}',
         "--max-model-len=4k",
     ]
     router = planned(raw, machine, model=model).router
-    assert (router.tokenizer, router.chat_template) == (str(model), "/t.jinja")
+    assert (router.tokenizer, router.chat_template) == (str(model), str(template))
     assert (router.default_chat_template_kwargs, router.max_model_len) == ('{"a": 1}', 4000)
 
 
@@ -210,8 +215,9 @@ def test_a_queue_without_a_limit_is_noted(model: Path, machine: Machine) -> None
 
 
 def test_the_limits_of_the_documented_manifest_are_those_that_the_page_tells(
-    model: Path, machine: Machine
+    tmp_path: Path, machine: Machine
 ) -> None:
+    model = model_folder(tmp_path / "model", max_position_embeddings=16_384)
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text("utf-8")
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     router = planned(text, machine, model=model).router
@@ -233,21 +239,20 @@ def test_with_a_tokenizer_that_lies_elsewhere_engines_count(model: Path, machine
 
 
 def test_the_builtin_model_is_prepared_with_a_word(
-    model: Path, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Path, str]] = []
     told: list[str] = []
 
-    def builtin_model(cache: Path, python: str, *, on_convert: Callable[[], None]) -> Path:
+    def builtin_model(cache: Path, python: str, *, on_convert: Callable[[], None]) -> None:
         on_convert()
         asked.append((cache, python))
-        return model
 
     monkeypatch.setattr(plan, "builtin_model", builtin_model)
     endpoint, raw = read_endpoint(None)
     made = make_plan(endpoint, raw, machine, "python", on_convert=lambda: told.append("converting"))
     assert asked == [(home / "models", machine.python)]
-    assert made.model == model
+    assert made.model == builtin_folder(home / "models")
     assert told == ["converting"]
     assert endpoint.spec.model_source_config.hugging_face_model["modelId"] == MODEL_ID
 

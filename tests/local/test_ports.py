@@ -14,7 +14,8 @@ import pytest
 
 from tandem.local import ports
 from tandem.local.errors import LocalError
-from tandem.local.ports import engine_ports, require_free
+from tandem.local.listeners import listener
+from tandem.local.ports import engine_ports, free_port, require_free
 
 HOST = "127.0.0.1"
 
@@ -27,7 +28,8 @@ def taken() -> Iterator[socket.socket]:
 
 def test_a_taken_port_is_told_with_the_way_out(taken: socket.socket) -> None:
     port = taken.getsockname()[1]
-    with pytest.raises(LocalError, match=rf"Port {port} of {HOST} is taken\..*--port"):
+    holder = rf"process {os.getpid()}: "
+    with pytest.raises(LocalError, match=rf"Port {port} of {HOST} is taken \({holder}.*--port"):
         require_free(port, HOST)
     taken.close()
     require_free(port, HOST)
@@ -94,3 +96,28 @@ def test_a_machine_without_free_ports_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(LocalError, match="There are not enough free ports from 8100 to 9099"):
         engine_ports(1, HOST)
+
+
+def test_ports_cannot_be_noted_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(file))
+    with pytest.raises(LocalError, match=rf"^Cannot note which ports are taken: {file}/.*set TMPDIR\.$"):
+        engine_ports(1, HOST)
+
+
+def test_an_address_that_no_port_can_be_had_of_is_told() -> None:
+    with pytest.raises(LocalError, match=r"^Cannot listen on 203\.0\.113\.1: "):
+        free_port(8000, "203.0.113.1")
+
+
+def test_nobody_listens_on_a_port_that_is_free(taken: socket.socket) -> None:
+    port = taken.getsockname()[1]
+    found = listener(port)
+    assert found is not None
+    assert (found.pid, found.is_router) == (os.getpid(), False)
+    assert found.endpoint() == found
+    taken.close()
+    assert listener(port) is None

@@ -320,3 +320,44 @@ async def test_what_no_engine_can_take_is_not_counted_and_gets_an_engines_own_an
         asks = len(endpoint.decode[0].tokenized)
     assert endpoint.prefill[0].requests == [] if known else len(endpoint.prefill[0].requests) == 1
     assert (await endpoint.outcomes())["decode_only", "over_context", "rejected"] == 1 + known
+
+
+def context_of_100(prefill: list[FakeEngine], decode: list[FakeEngine]) -> None:
+    for fake in (*prefill, *decode):
+        fake.cards = [{"id": "m", "max_model_len": 100}]
+
+
+IDS = list(range(60))
+OVER = {
+    "text": {"prompt": "x" * 100},
+    "ids": {"prompt": 2 * IDS},
+    "a chat": {"messages": [{"role": "user", "content": "x" * 100}]},
+    "an answer": {"prompt": "x" * 60, "max_tokens": 101},
+    "an answer to ids": {"prompt": IDS, "max_tokens": 101},
+    "an answer in a chat": {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 101},
+}
+
+
+@pytest.mark.parametrize("what", OVER)
+async def test_what_is_longer_than_the_context_gets_its_400_before_any_prefill(
+    start: Start, what: str
+) -> None:
+    """In the engine's own words, which say how long the context is."""
+    endpoint = await start(before=context_of_100)
+    endpoint.decode[0].on_generate = broken(400)
+    body = {"model": "m", **OVER[what]}
+    answer = await endpoint.post(body, "/v1/chat/completions" if "messages" in body else "/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "engine says 400")
+    assert len(endpoint.decode[0].requests) == 1
+    assert endpoint.prefill[0].requests == []
+
+
+@pytest.mark.parametrize("prompt", ["x" * 60, IDS], ids=["text", "ids"])
+async def test_prompt_and_answer_longer_than_the_context_together_are_no_mistake(
+    start: Start, prompt: Any
+) -> None:
+    """vLLM cuts the answer to the room that there is."""
+    endpoint = await start(before=context_of_100)
+    answer = await endpoint.post({"model": "m", "prompt": prompt, "max_tokens": 60})
+    assert answer.status_code == 200
+    assert len(endpoint.prefill[0].requests) == 1

@@ -1,6 +1,6 @@
 """The resource `InferenceEndpointConfig`: models of what code reads, defaults, validation by field path."""
 
-from tandem.api.load import load_endpoint, parse_endpoint, read_endpoint
+from tandem.api.load import parse_endpoint, read_endpoint
 from tandem.api.models import (
     ANNOTATION_CONNECTOR,
     GROUP,
@@ -34,7 +34,6 @@ __all__ = [
     "RoleSpec",
     "Spec",
     "Worker",
-    "load_endpoint",
     "parse_endpoint",
     "read_endpoint",
 ]

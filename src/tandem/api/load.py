@@ -16,15 +16,6 @@ from tandem.api.validation.server import server_errors
 from tandem.api.validation.subject import Subject
 
 
-def load_endpoint(path: Path) -> tuple[Endpoint, dict[str, Any]]:
-    """Read the one InferenceEndpointConfig of a YAML file.
-
-    Returns the endpoint and the mapping as it was written (for listing fields that have no effect).
-    Raises InvalidResource with every problem, or OSError when the file cannot be read.
-    """
-    return parse_endpoint(manifest_text(path), source=str(path))
-
-
 def manifest_text(path: Path) -> str:
     """A file's text. Raises InvalidResource where it is none, or OSError."""
     try:
@@ -35,7 +26,11 @@ def manifest_text(path: Path) -> str:
 
 
 def parse_endpoint(text: str, *, source: str) -> tuple[Endpoint, dict[str, Any]]:
-    """Like `load_endpoint`, from text; `source` names it in errors."""
+    """Read the one InferenceEndpointConfig of a YAML text; `source` names it in errors.
+
+    Returns the endpoint and the mapping as it was written (for listing fields that have no effect).
+    Raises InvalidResource with every problem.
+    """
     manifest = read_manifest(text, source)
     problems = [Problem(_place(finding), finding.message) for finding in manifest.findings]
     documents = manifest.documents

@@ -43,7 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.port is None:
         from tandem.local.ports import free_port
 
-        arguments.port = free_port(8000, arguments.host)
+        try:
+            arguments.port = free_port(8000, arguments.host)
+        except LocalError as error:
+            complain(error)
+            return code_of(error)
     proofs: list[Proof] = []
     plan: LocalPlan | int | None = None if arguments.url else plan_or_complain(arguments)
     if isinstance(plan, int):

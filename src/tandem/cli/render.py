@@ -12,7 +12,6 @@ from tandem.cli import ENVIRONMENT, OK, USAGE, complain
 
 if TYPE_CHECKING:
     from tandem.api import Endpoint
-    from tandem.api.validation import Finding
     from tandem.operator import Settings
 
 
@@ -54,12 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.api import InvalidResource
     from tandem.api.load import manifest_text, parse_endpoint
     from tandem.api.problem import one_line
+    from tandem.engine.validation import validate_text
     from tandem.operator import RenderError, document, render
 
     try:
         chosen = settings(arguments)
         text = manifest_text(arguments.file)
-        if errors := _errors(text, str(arguments.file), chosen):
+        if errors := validate_text(text, str(arguments.file), model_config=chosen.model_config).errors:
             for error in errors:
                 complain(error)
             return USAGE
@@ -92,18 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {arguments.file.name}"
         sys.stdout.write(document(rendering, title))
     return OK
-
-
-def _errors(text: str, source: str, chosen: Settings) -> list[Finding]:
-    """What `tandem validate` calls an error, each with its place in the file."""
-    from tandem.api.validation import read_manifest
-    from tandem.engine.validation import validate
-
-    manifest = read_manifest(text, source)
-    errors = list(manifest.findings)
-    for found in manifest.documents:
-        errors += validate(found.resource, lines=found.lines, model_config=chosen.model_config).errors
-    return errors
 
 
 def settings(arguments: argparse.Namespace) -> Settings:

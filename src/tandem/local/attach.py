@@ -32,10 +32,11 @@ def attach_plan(
     host: str = LOOPBACK,
     port: int = 8000,
     dry: bool = False,
+    warnings: Sequence[str] = (),
 ) -> LocalPlan:
     """A router alone, before engines that run already: `prefill` and `decode` are as the router's flags have
     them. The endpoint tells how to route, and where it was `given` also the model and its template; what is
-    built in has a model of its own.
+    built in has a model of its own. `warnings` become the first notes.
 
     Asks every engine, also when it is `dry`. Raises LocalError or ValueError with what must be changed.
     """
@@ -72,7 +73,7 @@ def attach_plan(
         router_argv=router_command(python, router),
         model=folder,
         served_name=name,
-        notes=(*notes, *more),
+        notes=(*warnings, *notes, *more),
         unused_fields=tuple(without_local_meaning(raw)) if given else (),
         logs=paths.state(endpoint.metadata.name) / str(port),
         attached=engines,

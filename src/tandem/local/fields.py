@@ -45,6 +45,17 @@ def without_local_meaning(raw: dict[str, Any]) -> list[str]:
     ]
 
 
+def has_local_meaning(path: str) -> bool:
+    """Whether `tandem up` acts on a field, or on one below it or around it."""
+    if path.startswith("metadata.annotations["):
+        return path == f"metadata.annotations[{ANNOTATION_CONNECTOR}]"
+    return any(_is_at_or_below(path, meant) or _is_at_or_below(meant, path) for meant in _MEANT)
+
+
+def _is_at_or_below(path: str, other: str) -> bool:
+    return path == other or path.startswith((f"{other}.", f"{other}["))
+
+
 def _annotations(raw: dict[str, Any]) -> list[str]:
     """Tandem's own that are about pods, or tell the operator something."""
     given = raw["metadata"].get("annotations") or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tandem.api import Endpoint, PdSpec, RequestLimits, Role, Spec, load_endpoint, parse_endpoint
+from tandem.api import Endpoint, PdSpec, RequestLimits, Role, Spec
 from tandem.config import EngineSpec, RouterConfig, router_argv
 from tandem.config.values import request_path
 from tandem.engine import (
@@ -32,9 +31,11 @@ from tandem.engine import (
 from tandem.local import paths
 from tandem.local.attached import AttachedEngine
 from tandem.local.builtin import builtin_folder, builtin_model
-from tandem.local.errors import ResourceError
+from tandem.local.errors import ResourceError, raise_all
 from tandem.local.fields import without_local_meaning
-from tandem.local.ports import engine_ports, require_free
+from tandem.local.manifest import read_manifest
+from tandem.local.ports import engine_ports
+from tandem.local.preflight import Start, problems
 from tandem.local.process import ProcessSpec
 from tandem.local.sockets import event_sockets, socket_folder
 from tandem.local.source import find_model
@@ -110,11 +111,9 @@ class LocalPlan:
 
 
 def read_endpoint(file: Path | None) -> tuple[Endpoint, dict[str, Any]]:
-    """The endpoint of a manifest, or the built-in one."""
-    if file is not None:
-        return load_endpoint(file)
-    text = importlib.resources.files("tandem.local").joinpath("smollm2.yaml").read_text("utf-8")
-    return parse_endpoint(text, source="the built-in endpoint")
+    """The endpoint of a manifest, or the built-in one, and how it is written."""
+    manifest = read_manifest(file)
+    return manifest.endpoint, manifest.raw
 
 
 def make_plan(
@@ -127,29 +126,34 @@ def make_plan(
     host: str = LOOPBACK,
     port: int = 8000,
     dry: bool = False,
+    check_memory: bool = True,
+    warnings: Sequence[str] = (),
     on_convert: Callable[[], None] = lambda: None,
 ) -> LocalPlan:
-    """Work out every process of an endpoint. `python` runs the router.
+    """Work out every process of an endpoint. `python` runs the router; `warnings` become the first notes.
 
-    Converts the built-in model on first use (`on_convert` is called first), and sees that the port is free;
-    neither when it is `dry`, to be looked at only.
+    Looks for all that would keep it from starting (`tandem.local.preflight`), too little memory only where
+    `check_memory`, and converts the built-in model on first use (`on_convert` is called first); neither when
+    it is `dry`, to be looked at only.
     Raises LocalError, or ValueError from rendering, with what must be changed.
     """
     require_pd_spec(endpoint)
-
-    def builtin() -> Path:
-        if dry:
-            return builtin_folder(paths.model_cache())
-        return builtin_model(paths.model_cache(), machine.python, on_convert=on_convert)
-
-    folder = find_model(endpoint, model, builtin)
-    if not dry:
-        require_free(port, host)
+    cache = paths.model_cache()
+    folder = find_model(endpoint, model, lambda: builtin_folder(cache))
+    logs = paths.state(endpoint.metadata.name) / str(port)
     ports = engine_ports(engine_count(endpoint), LOOPBACK, but={port})
     sockets = socket_folder(ports[0].http) if wants_kv_events(endpoint) else None
     if sockets is not None:
         ports = [replace(p, kv_events=event_sockets(sockets, p.http)) for p in ports]
     engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
+    if not dry:
+        start = Start(
+            endpoint, engines.engines, machine, folder, host=host, port=port, logs=logs, cache=cache
+        )
+        raise_all(problems(start, memory=check_memory))
+        if start.is_builtin:
+            builtin_model(cache, machine.python, on_convert=on_convert)
+            engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)  # by its config.json
     router, notes = router_for(
         endpoint,
         folder,
@@ -167,9 +171,9 @@ def make_plan(
         router_argv=router_command(python, router),
         model=folder,
         served_name=served_model_name(endpoint),
-        notes=(*engines.notes, *notes),
+        notes=(*warnings, *engines.notes, *notes),
         unused_fields=tuple(without_local_meaning(raw)),
-        logs=paths.state(endpoint.metadata.name) / str(port),
+        logs=logs,
         sockets=sockets,
     )
 

@@ -13,10 +13,13 @@ from typing import IO
 
 from tandem.engine import EnginePorts
 from tandem.local.errors import LocalError
+from tandem.local.listeners import listener
 
 _FIRST_ENGINE_PORT = 8100
 _FIRST_SIDE_CHANNEL_PORT = 5600
 _TRIED = 1000
+_OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+"""Errors that another port may not have."""
 
 # An engine binds its ports seconds after they were chosen; until this process ends, no other takes them.
 _claimed: list[IO[bytes]] = []
@@ -33,7 +36,7 @@ def engine_ports(count: int, host: str, *, but: Collection[int] = ()) -> list[En
 
 
 def free_port(first: int, host: str) -> int:
-    """The first port from `first` that can be listened on."""
+    """The first port from `first` that can be listened on. Raises LocalError."""
     return next(_free(first, host, ()))
 
 
@@ -43,11 +46,21 @@ def require_free(port: int, host: str) -> None:
         _bind(port, host)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise LocalError(
-                f"Port {port} of {host} is taken. Is another endpoint up? Choose another with --port, "
-                "or prove that one with `tandem demo --url`."
-            ) from None
+            raise LocalError(f"Port {port} of {host} is taken{_by_whom(port, host)}") from None
         raise LocalError(f"Cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _by_whom(port: int, host: str) -> str:
+    found = listener(port)
+    if found is None:
+        return " by another program. Choose another with --port."
+    if found.is_router:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return (
+            f" by another endpoint ({found.endpoint()}). Stop that one, choose another port with "
+            f"--port, or prove that one with `tandem demo --url {url}`."
+        )
+    return f" ({found}). Stop it, or choose another port with --port."
 
 
 def _free(first: int, host: str, but: Collection[int]) -> Iterator[int]:
@@ -56,8 +69,10 @@ def _free(first: int, host: str, but: Collection[int]) -> Iterator[int]:
             continue
         try:
             _bind(port, host)
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in _OF_THE_PORT:
+                continue
+            raise LocalError(f"Cannot listen on {host}: {error.strerror}") from None
         if _claim(port):
             yield port
     raise LocalError(f"There are not enough free ports from {first} to {first + _TRIED - 1}.")
@@ -65,9 +80,15 @@ def _free(first: int, host: str, but: Collection[int]) -> Iterator[int]:
 
 def _claim(port: int) -> bool:
     """Whether no other process has claimed a port; it is claimed then."""
-    folder = Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    file = (folder / str(port)).open("wb")
+    try:
+        folder = Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file = (folder / str(port)).open("wb")
+    except OSError as error:
+        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        raise LocalError(
+            f"Cannot note which ports are taken: {told}. Make room or mend its rights, or set TMPDIR."
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -9,6 +9,7 @@ from tandem.api import Endpoint, Role
 from tandem.engine import model_argument, role_args
 from tandem.local.builtin import MODEL_ID
 from tandem.local.errors import ResourceError
+from tandem.local.weights import is_gguf
 
 
 def find_model(endpoint: Endpoint, override: Path | None, builtin: Callable[[], Path]) -> Path:
@@ -65,11 +66,29 @@ def _in_host_path(endpoint: Endpoint, named: str | None) -> Path:
 
 def _checked(folder: Path, where: str) -> Path:
     if not folder.is_dir():
-        raise ResourceError(
-            f"{where}: {folder} is not a folder on this machine. Models are not downloaded; "
-            "put one there first."
-        )
+        raise ResourceError(f"{where}: {folder} {_instead(folder)}")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise ResourceError(f"{where}: {folder} has no {name}; it must be a Hugging Face model folder.")
+            raise ResourceError(
+                f"{where}: {folder} has no {name}; it must be a Hugging Face model folder.{_nearby(folder)}"
+            )
     return folder.resolve()
+
+
+def _instead(path: Path) -> str:
+    """What a path is that is not a folder, and what to do."""
+    if is_gguf(path):
+        return (
+            "is a GGUF file, which vLLM does not read. Name the folder of the model's repository that has "
+            "config.json, tokenizer.json and *.safetensors."
+        )
+    if path.is_file():
+        return f"is a file. Name the folder that it lies in, {path.parent}."
+    return "is not a folder on this machine. Models are not downloaded; put one there first."
+
+
+def _nearby(folder: Path) -> str:
+    """A folder below that is probably meant: of a model's own cache, as the Hub's client keeps it, say."""
+    below = (file.parent for depth in ("*", "snapshots/*") for file in folder.glob(f"{depth}/config.json"))
+    found = sorted(place for place in below if (place / "tokenizer.json").is_file())
+    return f" Did you mean {found[0]}?" if len(found) == 1 else ""
