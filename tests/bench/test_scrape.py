@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tandem.bench.scrape import EngineCounters, read_counters, scrape
+from tandem.bench.scrape import EngineCounters, read_counters, read_sums, scrape
 from tandem.http import Request, Responder, serve
 
 EXPOSITION = """\
@@ -49,6 +49,14 @@ def test_prompt_tokens_by_source_and_transfers_are_read() -> None:
         kv_transfers=2,
     )
     assert counters.prompt_tokens == 1646
+
+
+def test_metrics_asked_for_by_name_are_summed_over_their_labels() -> None:
+    names = ("vllm:num_requests_running", "vllm:prompt_tokens_by_source_total", "vllm:none")
+    assert read_sums(EXPOSITION, names) == {
+        "vllm:num_requests_running": 1,
+        "vllm:prompt_tokens_by_source_total": 60 + 40 + 1546 + 5,
+    }
 
 
 def test_ranks_of_one_engine_are_summed() -> None:

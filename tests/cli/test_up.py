@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,10 +18,11 @@ import pytest
 
 import tandem.engine
 from tandem.engine import MachineError
-from tandem.local import endpoint
+from tandem.local import endpoint, paths, plan
 from tandem.local.errors import LocalError
 
 from .conftest import MANIFEST, Tandem
+from .local_endpoints import up
 
 
 def test_a_dry_run_as_json_is_one_document_on_stdout(
@@ -102,10 +105,13 @@ def test_a_machine_without_vllm_is_told(
 class Running:
     """Stands for a RunningEndpoint: `at_work` is what happens once it runs."""
 
-    def __init__(self, at_work: Callable[[], None]) -> None:
+    def __init__(self, at_work: Callable[[], None], happened: list[str]) -> None:
         self._at_work = at_work
+        self._happened = happened
 
-    async def died(self) -> None:
+    async def keep_up(self, tell: Callable[[str], None], *, hung_after: float) -> None:
+        self._happened.append(f"kept up, hung after {hung_after:g} s")
+        tell("decode-0 died [cause]; restart 1 in 1 s")
         self._at_work()
         await asyncio.Event().wait()
 
@@ -122,7 +128,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[
             happened.append("started")
             on_progress({"decode-0": "answering", "router": "ready"})
             try:
-                yield Running(at_work)
+                yield Running(at_work, happened)
             finally:
                 await asyncio.sleep(0)  # stopping takes its time and must not be cut short
                 happened.append("stopped")
@@ -133,19 +139,96 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[
     return with_work
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_runs_until_it_is_signalled_and_then_stops_in_order(
     tandem_command: Tandem, manifest: Path, model: Path, run: Any, number: signal.Signals
 ) -> None:
     happened = run(lambda: os.kill(os.getpid(), number))
     done = tandem_command("up", "-f", manifest, "--model", model)
     assert done.code == 0
-    assert happened == ["started", "stopped"]
+    assert happened == ["started", "kept up, hung after 300 s", "stopped"]
     url, curl = done.out.splitlines()
     assert url == "http://127.0.0.1:8000"
     assert curl.startswith(f"curl {url}/v1/chat/completions ")
     assert "decode-0: answering" in done.err
     assert "ready after 0 s; logs in " in done.err
+    assert re.search(r"^\d\d:\d\d:\d\d  decode-0 died \[cause\]; restart 1 in 1 s$", done.err, re.MULTILINE)
+
+
+def test_a_hang_up_is_ignored_where_it_was_before(
+    tandem_command: Tandem, manifest: Path, model: Path, run: Any
+) -> None:
+    """As under nohup."""
+
+    def hang_up_and_end() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise LocalError("an end of another kind")
+
+    run(hang_up_and_end)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        done = tandem_command("up", "-f", manifest, "--model", model)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.code == 3
+    assert "an end of another kind" in done.err
+
+
+def test_as_json_the_result_is_one_line_on_stdout(
+    tandem_command: Tandem, manifest: Path, model: Path, run: Any, tmp_path: Path
+) -> None:
+    run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    done = tandem_command("up", "-f", manifest, "--model", model, "--json")
+    (line,) = done.out.splitlines()
+    told = json.loads(line)
+    assert told.pop("curl").startswith("curl http://127.0.0.1:8000/")
+    assert told == {
+        "name": "small",
+        "url": "http://127.0.0.1:8000",
+        "pid": os.getpid(),
+        "logs": str(tmp_path / "home" / "small" / "8000"),
+    }
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("0", "0"), ("42.5", "42.5")])
+def test_how_long_one_may_hang_can_be_said(
+    tandem_command: Tandem, manifest: Path, model: Path, run: Any, given: str, seconds: str
+) -> None:
+    happened = run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    tandem_command("up", "-f", manifest, "--model", model, "--hung-after", given)
+    assert happened[1] == f"kept up, hung after {seconds} s"
+
+
+@pytest.mark.parametrize("given", ["-1", "inf", "nan", "soon"])
+def test_what_is_no_time_is_refused(tandem_command: Tandem, given: str) -> None:
+    done = tandem_command("up", f"--hung-after={given}")
+    assert done.code == 2
+    assert f"'{given}' is not a number of seconds from 0" in done.err
+
+
+def test_a_second_one_is_told_of_the_first_before_its_port_is_missed(
+    tandem_command: Tandem, manifest: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(port: int, host: str) -> None:
+        raise LocalError("the port is taken")
+
+    monkeypatch.setattr(plan, "require_free", taken)
+    for words in (("up", "--port", "8000"), ("up", "--detach")):
+        with up():
+            done = tandem_command(*words, "-f", manifest, "--model", model)
+        assert (done.code, done.out) == (3, "")
+        assert done.err.startswith(f"tandem: small is up on port 8000 already, as process {os.getpid()}. ")
+        shutil.rmtree(paths.states())
+
+
+def test_what_is_wrong_with_one_to_be_detached_is_told_at_once(
+    tandem_command: Tandem, manifest: Path
+) -> None:
+    manifest.write_text(MANIFEST.replace("modelName", "modelname"))
+    done = tandem_command("up", "-f", manifest, "--detach")
+    assert (done.code, done.out) == (2, "")
+    assert "spec.modelName: is required" in done.err
+    assert tandem_command("up", "-f", "/nowhere.yaml", "--detach").code == 2
 
 
 def test_a_process_that_dies_ends_it_with_the_cause(
@@ -158,4 +241,4 @@ def test_a_process_that_dies_ends_it_with_the_cause(
     done = tandem_command("up", "-f", manifest, "--model", model)
     assert done.code == 3
     assert "tandem: decode-0 was killed by SIGKILL: it wrote nothing\n" in done.err
-    assert happened == ["started", "stopped"]
+    assert happened[::2] == ["started", "stopped"]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import yaml
 
-from tandem.prompt import load
+from tandem.prompt import PromptCounter, load
 
 from .answers import fresh_prompt, greedy, judge
-from .conftest import Up, start_up, stop_up
+from .conftest import START_SECONDS, Up, free_port, start_up, stop_up
+from .pairs import REMOTE_DECODE
 
 pytestmark = pytest.mark.slow
 
@@ -81,14 +87,82 @@ def test_nothing_is_left_however_the_endpoint_ends(
     assert shared_memory() <= shared
 
 
-def test_a_dead_engine_is_told_with_its_cause(tiny: Path, tmp_path: Path) -> None:
+async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggregate_again(
+    tiny: Path, tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    shared = shared_memory()
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
-    engine = next(p for p in group_of(up) if f"--port {urlsplit(up.prefill[0]).port}" in command(p))
-    os.kill(engine, signal.SIGKILL)
-    assert up.process.wait(60) != 0
-    said = (tmp_path / "up.log").read_text()
-    assert "prefill-0 was killed by SIGKILL" in said
-    assert "prefill-0.log" in said
+    counter = load(tiny)
+    try:
+        await disaggregates(up, client, counter)
+        identities = {await nixl_identity(up.prefill[0], client)}
+        for name in ("prefill-0", "decode-0", "router"):
+            before = processes_of(up)[name]
+            os.kill(before["pid"], signal.SIGKILL)
+            if name == "prefill-0":  # what is left serves
+                answer = await greedy(client, up.url, fresh_prompt(counter, 600), max_tokens=4)
+                assert "x-tandem-prefill-url" not in answer.headers
+            wait_until(lambda name=name: processes_of(up)[name]["restarts"] == 1)  # type: ignore[misc]
+            wait_until(lambda: status(up).returncode == 0)
+            after = processes_of(up)[name]
+            assert after["pid"] != before["pid"]
+            assert after["port"] == before["port"]
+            assert f"{name} was killed by SIGKILL: " in after["cause"]
+            await disaggregates(up, client, counter)
+            identities.add(await nixl_identity(up.prefill[0], client))
+        assert len(identities) == 2, "the prefiller's first one, and the one after its restart"
+        said = (tmp_path / "up.log").read_text()
+        for name in ("prefill-0", "decode-0", "router"):
+            assert re.search(
+                rf"{name} was killed by SIGKILL: .*; restart 1 in 1 s\. Its log: .*/{name}.log\n", said
+            )
+            assert re.search(rf"{name} is back after \d+ s \(restart 1\)\n", said)
+        processes, sockets = group_of(up), sockets_of(up)
+    finally:
+        assert stop_up(up) == 0
+    wait_until(lambda: what_is_left(processes, sockets) == [], seconds=30)
+    assert shared_memory() <= shared
+
+
+async def test_an_engine_that_hangs_is_restarted(
+    tiny: Path, tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    folder = str(manifest(tmp_path, tiny, prefill=1, decode=1))
+    up = start_up(tmp_path, "-f", folder, "--hung-after", "30")
+    try:
+        assert all(p["memory_bytes"] > 100 << 20 for n, p in processes_of(up).items() if n != "router")
+        pid = processes_of(up)["decode-0"]["pid"]
+        os.killpg(pid, signal.SIGSTOP)
+        wait_until(lambda: processes_of(up)["decode-0"]["state"] == "hung")
+        assert processes_of(up)["decode-0"]["requests"] is None
+        wait_until(lambda: processes_of(up)["decode-0"]["restarts"] == 1)
+        wait_until(lambda: status(up).returncode == 0)
+        assert "decode-0 was hung: for " in (tmp_path / "up.log").read_text()
+        assert not alive(pid)
+        await disaggregates(up, client, load(tiny))
+    finally:
+        assert stop_up(up) == 0
+
+
+async def test_a_detached_one_outlives_a_hang_up_and_is_stopped(tiny: Path, tmp_path: Path) -> None:
+    port = str(free_port())
+    words = ("up", "--detach", "--port", port, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
+    shared = shared_memory()
+    done = tandem(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    try:
+        assert done.stdout.startswith(f"http://127.0.0.1:{port}\n")
+        (endpoint,) = json.loads(tandem(tmp_path, "status", "--json").stdout)
+        os.killpg(endpoint["pid"], signal.SIGHUP)
+        assert tandem(tmp_path, "status").returncode == 0
+        assert "Application startup complete" in tandem(tmp_path, "logs", "decode-0").stdout
+    finally:
+        began = time.monotonic()
+        down = tandem(tmp_path, "down")
+    assert down.returncode == 0, down.stderr
+    assert time.monotonic() - began < 20
+    assert not any(alive(pid) for pid in [endpoint["pid"], *(p["pid"] for p in endpoint["processes"])])
+    assert shared_memory() <= shared
 
 
 async def test_two_prefillers_and_two_decoders_share_the_work(
@@ -110,6 +184,46 @@ async def test_two_prefillers_and_two_decoders_share_the_work(
         assert stop_up(up) == 0
 
 
+def tandem(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XDG_STATE_HOME": str(state)}
+    command = [sys.executable, "-m", "tandem", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def status(up: Up) -> subprocess.CompletedProcess[str]:
+    return tandem(up.state, "status", "--json")
+
+
+def processes_of(up: Up) -> dict[str, Any]:
+    """As `tandem status` has them, by name."""
+    (endpoint,) = json.loads(status(up).stdout)
+    return {process["name"]: process for process in endpoint["processes"]}
+
+
+def wait_until(holds: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.25)
+
+
+async def disaggregates(up: Up, client: httpx.AsyncClient, counter: PromptCounter) -> None:
+    """A long prompt goes through both engines, and its answer is the decoder's own."""
+    prompt = fresh_prompt(counter, 600)
+    answer = await greedy(client, up.url, prompt, max_tokens=16)
+    assert answer.headers["x-tandem-prefill-url"] == up.prefill[0]
+    reference = await greedy(client, up.decode[0], prompt, max_tokens=16, cache_salt="alone")
+    assert judge(answer, reference, "disaggregated").acceptable
+
+
+async def nixl_identity(prefiller: str, client: httpx.AsyncClient) -> str:
+    """What decoders know a prefiller by."""
+    body = {"prompt": "x", "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
+    answer = await client.post(f"{prefiller}/v1/completions", json=body)
+    identity: str = answer.json()["kv_transfer_params"]["remote_engine_id"]
+    return identity
+
+
 def sockets_of(up: Up) -> list[Path]:
     """Where the engines publish KV events."""
     configs = [e["argv"][e["argv"].index("--kv-events-config") + 1] for e in up.plan["engines"]]
@@ -128,10 +242,6 @@ def group_of(up: Up) -> list[int]:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             found += [int(child) for child in task.read_text().split()]
     return found
-
-
-def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
 def alive(pid: int) -> bool:

@@ -6,11 +6,14 @@ The processes are small Python programs in the places of engines and router.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +21,15 @@ from tandem.api import Role
 from tandem.config import RouterConfig
 from tandem.engine import EngineLaunch
 from tandem.local import endpoint as endpoint_module
+from tandem.local import supervisor
 from tandem.local.endpoint import RunningEndpoint, running
 from tandem.local.errors import LocalError
 from tandem.local.plan import LocalPlan
 from tandem.local.ports import engine_ports
+from tandem.local.process import Process, ProcessSpec
+from tandem.local.record import EndpointState, is_running, load
 
-from .processes import gone
+from .processes import eventually, gone
 
 # Answers /ready with 503 until the file named by its argument is there.
 ROUTER = """
@@ -110,6 +116,13 @@ class Box:
         )
         return running(plan, on_progress=self._tell, ready_timeout=timeout)
 
+    @property
+    def state(self) -> EndpointState:
+        """As it is written down."""
+        state = load(self.logs)
+        assert state is not None
+        return state
+
     def all_gone(self) -> bool:
         return bool(self.pids) and all(map(gone, self.pids))
 
@@ -117,14 +130,14 @@ class Box:
 @pytest.fixture
 def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
     box = Box(tmp_path)
-    start = endpoint_module.Process.start
+    start = Process.start
 
-    async def noted(spec: endpoint_module.ProcessSpec, log: Path) -> endpoint_module.Process:
-        process = await start(spec, log)
+    async def noted(spec: ProcessSpec, log: Path, **options: Any) -> Process:
+        process = await start(spec, log, **options)
         box.pids.append(process.pid)
         return process
 
-    monkeypatch.setattr(endpoint_module.Process, "start", noted)
+    monkeypatch.setattr(Process, "start", noted)
     monkeypatch.setattr(endpoint_module, "_POLL_SECONDS", 0.01)
     return box
 
@@ -141,7 +154,82 @@ async def test_the_block_runs_once_the_router_is_ready_and_all_stops_after_it(bo
         assert box.told[-1] == {**all_wait, "router": "ready"}
         assert [p.spec.name for p in endpoint.processes] == ["decode-0", "decode-1", "router"]
         assert all(p.running for p in endpoint.processes)
-        assert sorted(p.name for p in box.logs.iterdir()) == ["decode-0.log", "decode-1.log", "router.log"]
+        assert sorted(p.name for p in box.logs.glob("*.log")) == [
+            "decode-0.log",
+            "decode-1.log",
+            "router.log",
+        ]
+    assert box.all_gone()
+
+
+async def test_how_it_is_is_written_down_from_its_start_to_its_end(box: Box) -> None:
+    seen: list[EndpointState] = []
+
+    def see(doing: dict[str, str]) -> None:
+        seen.append(box.state)
+        box.go.touch()
+
+    box.react = see
+    async with box.running(ENGINE) as endpoint:
+        first, up = seen[0], box.state
+        assert (first.name, first.state, first.pid) == ("e", "starting", os.getpid())
+        assert (up.state, up.url, up.cause) == ("running", endpoint.plan.url, None)
+        assert [(p.name, p.role, p.pid, p.state) for p in up.processes] == [
+            ("decode-0", "decode", box.pids[0], "ready"),
+            ("router", "router", box.pids[1], "ready"),
+        ]
+        assert is_running(box.logs)
+    assert not is_running(box.logs)
+    assert (box.state.state, box.state.cause) == ("ended", "it was stopped")
+    assert [(p.pid, p.state) for p in box.state.processes] == [(None, "stopped")] * 2
+
+
+async def test_what_it_is_doing_while_it_starts_is_written_down(box: Box) -> None:
+    box.react = lambda doing: seen.append([(p.state, p.doing) for p in box.state.processes])
+    seen: list[list[tuple[str, str]]] = []
+    with pytest.raises(LocalError):
+        async with box.running(ENGINE, timeout=3):
+            pytest.fail("the block must not run")
+    assert [("starting", "answering"), ("starting", "sending canaries")] in seen
+
+
+async def test_a_second_one_in_the_same_place_does_no_harm_to_the_first(box: Box) -> None:
+    box.go.touch()
+    async with box.running(ENGINE) as endpoint:
+        with pytest.raises(LocalError, match=rf"e is up on port \d+ already, as process {os.getpid()}\. "):
+            async with box.running(ENGINE):
+                pytest.fail("the block must not run")
+        assert (len(box.pids), box.state.state) == (2, "running")
+        assert all(p.running for p in endpoint.processes)
+        assert (box.logs / "decode-0.log").read_text()
+
+
+async def test_logs_of_processes_that_it_has_no_more_go(box: Box) -> None:
+    box.go.touch()
+    box.logs.mkdir()
+    for name in ("decode-1.log", "decode-1.log.1", "up.log"):
+        (box.logs / name).touch()
+    async with box.running(ENGINE):
+        assert sorted(p.name for p in box.logs.glob("*.log*")) == ["decode-0.log", "router.log"]
+
+
+async def test_once_it_is_up_what_dies_is_started_again_and_stopped_with_the_rest(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
+    box.go.touch()
+    told: list[str] = []
+    async with box.running(ENGINE, ENGINE) as endpoint:
+        up = asyncio.create_task(endpoint.keep_up(told.append, hung_after=0))
+        for pid in box.pids[1:3]:
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: len(box.pids) == 5)
+        await eventually(lambda: [p.state for p in box.state.processes[1:]] == ["starting"] * 2)
+        assert [p.restarts for p in box.state.processes] == [0, 1, 1]
+        assert any(line.startswith("decode-1 was killed by SIGKILL: no error in its log; ") for line in told)
+        assert {p.pid for p in box.state.processes} == {box.pids[0], *box.pids[3:]}
+        assert not up.done()
+        up.cancel()
     assert box.all_gone()
 
 
@@ -162,6 +250,7 @@ async def test_an_engine_that_dies_while_starting_ends_it_with_the_cause(box: Bo
     )
     assert len(box.pids) == 3
     assert box.all_gone()
+    assert (box.state.state, box.state.cause) == ("ended", str(error.value))
 
 
 async def test_a_router_that_dies_while_starting_ends_it_with_the_cause(box: Box) -> None:
@@ -173,10 +262,10 @@ async def test_a_router_that_dies_while_starting_ends_it_with_the_cause(box: Box
 
 async def test_one_that_is_never_ready_is_given_up_with_where_to_look(box: Box) -> None:
     with pytest.raises(LocalError) as error:
-        async with box.running(ENGINE, timeout=0.2):
+        async with box.running(ENGINE, timeout=3):
             pytest.fail("the block must not run")
     assert str(error.value) == (
-        f"The endpoint was not ready after 0.2 s: no canary has gone through yet. Logs: {box.logs}"
+        f"The endpoint was not ready after 3 s: no canary has gone through yet. Logs: {box.logs}"
     )
     assert box.all_gone()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,6 +55,47 @@ async def test_a_log_starts_anew_with_its_process(start: Start) -> None:
     assert process.log.read_text() == "second\n"
 
 
+async def test_a_restart_goes_on_in_the_same_log_and_tells_its_own_cause(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    first = await Process.start(program("p", "raise ValueError('first')"), log)
+    assert (await death(first)).startswith("p ended with exit code 1: ValueError: first\n")
+    second = await Process.start(program("p", "raise SystemExit(3)"), log, restart=1)
+    assert (await death(second)).startswith("p ended with exit code 3: it wrote nothing\n")
+    assert re.search(r"\nValueError: first\n==== tandem: restart 1 of p, .* ====\n$", log.read_text())
+
+
+ANSWERS = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("b", flush=True))
+print("a" * 99, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+async def test_its_log_may_be_emptied_while_it_writes(start: Start) -> None:
+    process = await start(program("p", ANSWERS))
+    await written(process.log)
+    os.truncate(process.log, 0)
+    os.kill(process.pid, signal.SIGUSR1)
+    assert await written(process.log) == "b\n"
+
+
+async def test_it_begins_once_it_has_been_announced(tmp_path: Path) -> None:
+    """Whoever ends what a killed `tandem up` has left knows of it before it can do anything."""
+    log = tmp_path / "p.log"
+
+    def refuse(pid: int) -> None:
+        pids.append(pid)
+        raise ValueError("killed just then")
+
+    pids: list[int] = []
+    with pytest.raises(LocalError, match="Cannot start p: killed just then"):
+        await Process.start(program("p", "print('begun')"), log, announce=refuse)
+    await eventually(lambda: gone(pids[0]))
+    assert log.read_text() == "error: tandem ended before this process began\n"
+
+
 async def test_it_is_pinned_to_its_cpus(start: Start) -> None:
     cpu = max(os.sched_getaffinity(0))
     process = await start(program("p", "import os; print(os.sched_getaffinity(0))", cpus=[cpu]))
@@ -77,7 +119,16 @@ async def test_a_death_tells_who_how_why_and_where_to_read_more(start: Start) ->
 
 async def test_a_death_by_a_signal_is_told_by_its_name(start: Start) -> None:
     process = await start(program("p", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
-    assert (await death(process)).startswith("p was killed by SIGKILL: it wrote nothing\n")
+    assert (await death(process)).startswith(
+        "p was killed by SIGKILL: no error in its log; so the kernel ends processes when memory runs out"
+    )
+
+
+async def test_an_error_in_its_log_comes_before_the_signal_that_killed_it(start: Start) -> None:
+    code = "import os; print('Fatal Python error: x\\nMemoryError: 2 GiB\\nbye', flush=True); os.abort()"
+    assert (await death(await start(program("p", code)))).startswith(
+        "p was killed by SIGABRT: MemoryError: 2 GiB\n"
+    )
 
 
 async def test_a_program_that_is_not_there_is_told_by_name(start: Start) -> None:

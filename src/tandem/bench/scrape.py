@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 import httpx
@@ -54,6 +55,16 @@ def read_counters(text: str) -> EngineCounters:
             if name is not None:
                 values[name] = values.get(name, 0.0) + sample.value
     return EngineCounters(**values)
+
+
+def read_sums(text: str, names: Collection[str]) -> dict[str, float]:
+    """Of the metrics so named in a Prometheus text exposition, each one's sum over all its labels."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in names:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
 
 
 async def scrape(client: httpx.AsyncClient, engine: str) -> EngineCounters:

@@ -14,6 +14,9 @@ from importlib.metadata import version
 COMMANDS = {
     "demo": "prove on this machine, or on a running endpoint, that disaggregation works",
     "up": "run an endpoint on this machine",
+    "status": "show this machine's endpoints and their processes",
+    "logs": "show what the processes of an endpoint have written",
+    "down": "stop an endpoint of this machine",
     "router": "run the router alone",
     "operator": "run endpoints on Kubernetes",
     "sim": "run simulated vLLM engines",
@@ -58,7 +61,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if name == named:
             module = importlib.import_module(f"tandem.cli.{name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, words=tuple(words))
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(USAGE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,9 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from tandem.bench.proof import Proof, Shot
+    from tandem.cli.status import Seen
     from tandem.local.plan import LocalPlan
+    from tandem.local.record import Found
 
 # Tables in a file or a pipe are not squeezed into 80 columns.
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
@@ -108,6 +110,40 @@ def show_proof(proof: Proof) -> None:
     for check in proof.checks:
         checks.add_row("[green]ok[/]" if check.held else "[red]FAILED[/]", check.claim, escape(check.seen))
     out.print(checks)
+
+
+def show_endpoint(endpoint: Found, processes: Sequence[Seen]) -> None:
+    """An endpoint of this machine and a line for each of its processes; of one that has ended, why it did."""
+    known = endpoint.state
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(known.since))
+    if not endpoint.running:
+        why = " ".join(endpoint.cause_of_end.split())
+        when = since if known.state == "ended" else f"after {since}"
+        out.print(f"{endpoint.title}: ended {when}: {why}", markup=False)
+        return
+    out.print(
+        f"{known.name} at {known.url}: {endpoint.phase} since {since}, as process {known.pid}\n"
+        f"logs in {endpoint.folder}",
+        markup=False,
+    )
+    table = Table(box=SIMPLE)
+    for column in ("process", "role", "state"):
+        table.add_column(column)
+    for column in ("pid", "port", "restarts", "memory", "requests", "KV use"):
+        table.add_column(column, justify="right")
+    for seen in processes:
+        p = seen.known
+        memory = None if seen.memory_bytes is None else f"{seen.memory_bytes / 2**20:,.0f} MiB"
+        kv_use = None if seen.kv_use is None else f"{seen.kv_use:.0%}"
+        figures = (p.pid, p.port, p.restarts, memory, seen.requests, kv_use)
+        shown = ("–" if figure is None else str(figure) for figure in figures)
+        table.add_row(p.name, p.role, seen.shown, *shown)
+    out.print(table)
+    for seen in processes:
+        if seen.waits_for:
+            out.print(f"{seen.known.name} waits: {seen.waits_for}", markup=False)
+        if seen.known.cause:
+            out.print(f"last death: {seen.known.cause}", markup=False)
 
 
 def _ms(value: float | None) -> str:

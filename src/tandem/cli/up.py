@@ -6,24 +6,43 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
+import os
 import signal
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
 
 if TYPE_CHECKING:
+    from tandem.api import Endpoint
     from tandem.local.errors import LocalError
     from tandem.local.plan import LocalPlan
+
+T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_endpoint_arguments(parser)
     parser.add_argument("--port", type=port, default=8000, help="port of the router (default 8000)")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="return when the endpoint is ready, which then runs on by itself",
+    )
+    parser.add_argument(
+        "--hung-after",
+        type=seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="restart a process that has neither answered nor worked for so long; 0: never "
+        "(default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +82,16 @@ def port(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return value
+
+
 def _vllm_python() -> str:
     """The interpreter that `make setup VLLM_PYTHON=…` was told of, else this one."""
     told = Path(sys.prefix) / "vllm-python"
@@ -72,9 +101,11 @@ def _vllm_python() -> str:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.local.errors import LocalError
 
-    if arguments.json and not arguments.dry_run:
-        complain("--json goes with --dry-run")
-        return USAGE
+    if arguments.detach and not arguments.dry_run:
+        from tandem.cli.detached import start
+
+        folder = _or_complain(arguments, lambda: _folder(arguments))
+        return folder if isinstance(folder, int) else start(arguments.words, folder, as_json=arguments.json)
     plan = plan_or_complain(arguments, dry=arguments.dry_run)
     if isinstance(plan, int):
         return plan
@@ -84,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(plan.as_dict(), indent=2)) if arguments.json else show_plan(plan)
         return OK
     try:
-        run_until_signalled(_up(plan))
+        run_until_signalled(_up(plan, arguments.hung_after, as_json=arguments.json))
     except LocalError as error:
         complain(error)
         return code_of(error)
@@ -106,25 +137,55 @@ def code_of(error: LocalError) -> int:
 
 def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> LocalPlan | int:
     """The plan that the flags ask for, or the exit code after saying why there is none."""
-    from tandem.api import InvalidResource
+    return _or_complain(arguments, lambda: _plan(arguments, dry))
+
+
+def _plan(arguments: argparse.Namespace, dry: bool) -> LocalPlan:
     from tandem.cli.console import err
-    from tandem.engine import MachineError, detect
-    from tandem.local.errors import LocalError
+    from tandem.engine import detect
     from tandem.local.plan import make_plan, read_endpoint
 
+    endpoint, raw = read_endpoint(arguments.file)
+    if not dry:
+        _refuse_second(endpoint, arguments.port)
+    return make_plan(
+        endpoint,
+        raw,
+        detect(python=arguments.vllm_python),
+        sys.executable,
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        dry=dry,
+        on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
+    )
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """Where the logs of the endpoint that the flags ask for are, and of no other that runs."""
+    from tandem.local.plan import read_endpoint
+
+    endpoint, _ = read_endpoint(arguments.file)
+    return _refuse_second(endpoint, arguments.port)
+
+
+def _refuse_second(endpoint: Endpoint, port: int) -> Path:
+    from tandem.local import paths
+    from tandem.local.record import refuse_second
+
+    folder = paths.state(endpoint.metadata.name) / str(port)
+    refuse_second(folder)
+    return folder
+
+
+def _or_complain(arguments: argparse.Namespace, work: Callable[[], T]) -> T | int:
+    """What the work comes to, or the exit code after saying what is wrong with the flags or this machine."""
+    from tandem.api import InvalidResource
+    from tandem.engine import MachineError
+    from tandem.local.errors import LocalError
+
     try:
-        endpoint, raw = read_endpoint(arguments.file)
-        return make_plan(
-            endpoint,
-            raw,
-            detect(python=arguments.vllm_python),
-            sys.executable,
-            model=arguments.model,
-            host=arguments.host,
-            port=arguments.port,
-            dry=dry,
-            on_convert=lambda: err.print("converting the built-in model, once; it takes half a minute"),
-        )
+        return work()
     except InvalidResource as error:
         complain(f"{error.source} is not a valid InferenceEndpointConfig:")
         for problem in error.problems:
@@ -144,28 +205,43 @@ def plan_or_complain(arguments: argparse.Namespace, *, dry: bool = False) -> Loc
         return USAGE
 
 
-async def _up(plan: LocalPlan) -> None:
+async def _up(plan: LocalPlan, hung_after: float, *, as_json: bool) -> None:
     from tandem.cli.console import Progress, err, out, show_notes
     from tandem.local.endpoint import running
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(OSError):  # whoever reads it may be gone, and the endpoint goes on
+            print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
 
     show_notes(plan)
     with Progress() as progress:
         async with running(plan, on_progress=progress) as endpoint:
             progress.stop()
-            err.print(f"ready after {progress.seconds:.0f} s; logs in {plan.logs}; stop with Ctrl-C")
-            out.print(f"{plan.url}\n{plan.curl()}", markup=False)
-            await endpoint.died()
+            stop = "Ctrl-C" if err.is_terminal else f"`tandem down {plan.name} --port {plan.router.port}`"
+            err.print(
+                f"ready after {progress.seconds:.0f} s; logs in {plan.logs}; stop with {stop}", markup=False
+            )
+            if as_json:
+                ready = {"name": plan.name, "url": plan.url, "pid": os.getpid(), "logs": str(plan.logs)}
+                with contextlib.suppress(OSError):  # as of a --detach that was killed while it waited
+                    print(json.dumps({**ready, "curl": plan.curl()}), flush=True)
+            else:
+                out.print(f"{plan.url}\n{plan.curl()}", markup=False)
+            await endpoint.keep_up(tell, hung_after=hung_after)
 
 
 def run_until_signalled(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine; SIGINT or SIGTERM cancels it, and what it then cleans up is waited for.
+    """Run a coroutine; SIGINT, SIGTERM or SIGHUP cancels it, and what it then cleans up is waited for.
 
-    Errors of the work are raised; being signalled is a normal end.
+    SIGHUP does not if this process was told to ignore it, as under nohup. Errors of the work are raised;
+    being signalled is a normal end.
     """
 
     async def main() -> None:
         task = asyncio.ensure_future(work)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await task

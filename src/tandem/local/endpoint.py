@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,35 +10,80 @@ from typing import Any
 import httpx
 
 from tandem.local.errors import LocalError
+from tandem.local.log import CONSOLE, LAST_STAGE, remove_old, stage
 from tandem.local.plan import LocalPlan
-from tandem.local.process import Process, tail
-from tandem.local.reaper import reaper
+from tandem.local.process import Process
+from tandem.local.reaper import Reaper, reaper
+from tandem.local.record import EndpointState, ProcessState, hold, this_process
 from tandem.local.sockets import make_private
+from tandem.local.supervisor import Member, Supervisor, Tell
 
 _POLL_SECONDS = 0.25
-
-# The last of these found in an engine's log is how far its start has come.
-_STAGES = (
-    ("importing vLLM", re.compile(r"")),
-    ("starting the engine", re.compile(r"Initializing a V1 LLM engine|non-default args")),
-    ("loading the weights", re.compile(r"Starting to load model|Loading (weights|safetensors)")),
-    ("allocating the KV cache", re.compile(r"KV cache size|init engine")),
-    ("opening its port", re.compile(r"Starting vLLM (API )?server")),
-    ("answering", re.compile(r"Application startup complete")),
-)
-
-_LAST_STAGE = _STAGES[-1][0]
 
 OnProgress = Callable[[dict[str, str]], None]
 """Called with process name → what it is doing, each time one of them changes."""
 
 
 class RunningEndpoint:
-    """Every process of a plan, up and proved by the router's canaries."""
+    """Every process of a plan. To those who are given one it is up, and proved by the router's canaries."""
 
-    def __init__(self, plan: LocalPlan, processes: list[Process]) -> None:
+    def __init__(self, plan: LocalPlan, guard: Reaper) -> None:
         self.plan = plan
-        self.processes = processes
+        pid, pid_started = this_process()
+        self._state = EndpointState(
+            name=plan.name, url=plan.url, port=plan.router.port, pid=pid, pid_started=pid_started
+        )
+        self.members: list[Member] = []
+        where = {e.name: (e.role.value, e.url, e.port) for e in plan.engines}
+        for spec in plan.processes:
+            role, url, port = where.get(spec.name, ("router", plan.url, plan.router.port))
+            state = ProcessState.model_validate({"name": spec.name, "role": role, "url": url, "port": port})
+            self._state.processes.append(state)
+            self.members.append(Member(spec, plan.logs / f"{spec.name}.log", state, guard))
+        self.save()
+
+    @property
+    def processes(self) -> list[Process]:
+        return [member.process for member in self.members]
+
+    def save(self) -> None:
+        """Write down how it is, for `tandem status`."""
+        self._state.save(self.plan.logs)
+
+    async def start(self) -> None:
+        """Start every process. Raises LocalError."""
+        for member in self.members:
+            await member.start()
+        self.save()
+
+    async def stop(self, why: str) -> None:
+        """Stop every process. `why` it ended is written down."""
+        self._state.become("stopping", why)
+        self.save()
+        await asyncio.gather(*(m.stop() for m in self.members))
+        for member in self.members:
+            member.become("stopped")
+        self._state.become("ended")
+        self.save()
+
+    def note(self, doing: dict[str, str]) -> None:
+        """What each process is doing while the endpoint starts."""
+        for member in self.members:
+            member.become("starting", doing[member.spec.name])
+        self.save()
+
+    def is_up(self) -> None:
+        for member in self.members:
+            member.become("ready")
+        self._state.become("running")
+        self.save()
+
+    async def keep_up(self, tell: Tell, *, hung_after: float) -> None:
+        """Restart what dies or hangs (see Supervisor), for ever; each death and each return is told."""
+        console = self.plan.logs / CONSOLE
+        await Supervisor(
+            self.members, tell=tell, changed=self.save, hung_after=hung_after, more_logs=[console]
+        ).run()
 
     async def died(self) -> None:
         """Return never; raise ProcessDied as soon as one process ends."""
@@ -73,32 +117,43 @@ async def running(
 ) -> AsyncIterator[RunningEndpoint]:
     """Start a plan; the block runs once a canary has gone through every path. Stops all on the way out.
 
-    Raises ProcessDied when a process ends first, with the cause from its log; LocalError on time-out.
+    Raises ProcessDied when a process ends first, with the cause from its log; LocalError on time-out, or when
+    the endpoint runs already.
     """
-    async with reaper() as guard:
-        processes: list[Process] = []
-        if plan.sockets is not None:
-            make_private(plan.sockets)
-            guard.made(plan.sockets)
-        try:
-            for spec in plan.processes:
-                process = await Process.start(spec, plan.logs / f"{spec.name}.log")
-                guard.started(process.pid)
-                processes.append(process)  # at once: what was started is stopped, whatever happens next
-            endpoint = RunningEndpoint(plan, processes)
-            waits_for: list[str] = []
+    with hold(plan.logs) as lock:
+        remove_old(plan.logs)
+        async with reaper(lock) as guard:
+            endpoint = RunningEndpoint(plan, guard)
+            why = "it was stopped"
             try:
-                await endpoint.while_alive(_poll(endpoint, on_progress, waits_for), within=ready_timeout)
-            except TimeoutError:
-                why = "".join(waits_for) or "no engine answered"
-                raise LocalError(
-                    f"The endpoint was not ready after {ready_timeout:g} s: {why}. Logs: {plan.logs}"
-                ) from None
-            yield endpoint
-        finally:
-            await asyncio.gather(*(p.stop() for p in processes))
-            for process in processes:
-                guard.ended(process.pid)
+                if plan.sockets is not None:
+                    make_private(plan.sockets)
+                    guard.made(plan.sockets)
+                await endpoint.start()
+                await _until_ready(endpoint, on_progress, ready_timeout)
+                endpoint.is_up()
+                yield endpoint
+            except Exception as error:
+                why = str(error) or type(error).__name__
+                raise
+            finally:
+                await endpoint.stop(why)
+
+
+async def _until_ready(endpoint: RunningEndpoint, on_progress: OnProgress, timeout: float) -> None:
+    waits_for: list[str] = []
+
+    def progress(doing: dict[str, str]) -> None:
+        endpoint.note(doing)
+        on_progress(doing)
+
+    try:
+        await endpoint.while_alive(_poll(endpoint, progress, waits_for), within=timeout)
+    except TimeoutError:
+        why = "".join(waits_for) or "no engine answered"
+        raise LocalError(
+            f"The endpoint was not ready after {timeout:g} s: {why}. Logs: {endpoint.plan.logs}"
+        ) from None
 
 
 async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: list[str]) -> None:
@@ -108,11 +163,11 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
     answering, as it dies if somebody else has the port.
     """
     shown: dict[str, str] = {}
-    async with httpx.AsyncClient(base_url=endpoint.plan.url, timeout=5.0, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
         while True:
-            missing = await _what_router_waits_for(client)
-            now = {p.spec.name: _stage(p) for p in endpoint.processes if p.spec.name != "router"}
-            up = all(stage == _LAST_STAGE for stage in now.values())
+            missing = await what_router_waits_for(client, endpoint.plan.url)
+            now = {m.spec.name: stage(m.log) for m in endpoint.members if m.state.role != "router"}
+            up = all(reached == LAST_STAGE for reached in now.values())
             now["router"] = (
                 "waiting for the engines" if not up else "sending canaries" if missing else "ready"
             )
@@ -125,15 +180,10 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _what_router_waits_for(client: httpx.AsyncClient) -> str:
+async def what_router_waits_for(client: httpx.AsyncClient, url: str) -> str:
     """Empty when the router is ready and waits for nothing."""
     try:
-        status = (await client.get("/ready")).json()
+        status = (await client.get(f"{url}/ready")).json()
     except (httpx.TransportError, ValueError):
         return "the router does not answer"
     return str(status.get("reason") or "; ".join(status.get("unproved", [])))
-
-
-def _stage(process: Process) -> str:
-    text = tail(process.log, 256 * 1024)
-    return next(name for name, seen in reversed(_STAGES) if seen.search(text))

@@ -13,7 +13,12 @@ def model_cache() -> Path:
 
 def state(endpoint: str) -> Path:
     """What the processes of one endpoint write, in a folder for each port of a router."""
-    return _base("XDG_STATE_HOME", ".local/state") / endpoint
+    return states() / endpoint
+
+
+def states() -> Path:
+    """Where the folders of all endpoints are."""
+    return _base("XDG_STATE_HOME", ".local/state")
 
 
 def _base(variable: str, default: str) -> Path:

@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.local import launch
 from tandem.local.errors import LocalError, ProcessDied
+from tandem.local.log import cause_of_death, error_in, mark_restart
 
 _STOP_SECONDS = 10.0
 _CHILDREN_SECONDS = 3.0
-# Lines of a log that name the cause of a death, best first: an exception's last line, an error record.
-_CAUSES = (
-    re.compile(r"^(?!.*\b(INFO|WARNING)\b).*\b\w*(Error|Exception)\b: "),
-    re.compile(r"^(?!.*\b(INFO|WARNING)\b).*(\berror: |\bERROR\b|Killed)"),
-)
-# What vLLM's API server says last when an engine core dies: the cause stands further up.
-_STANDS_ABOVE = re.compile(r"See (root cause|stack trace) ")
-# The first line of a pydantic error, whose next line says what is wrong.
-_GOES_ON = re.compile(r"validation errors? for \w+$")
-_LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(ERROR|CRITICAL)?\s*(\d\d-\d\d )?[\d:.]* *(\[[\w.]+:\d+\] )?")
+_OF_SIGNAL = {signal.SIGKILL: "; so the kernel ends processes when memory runs out (`dmesg` tells)"}
 
 
 @dataclass(frozen=True)
@@ -46,23 +37,43 @@ class Process:
         self.spec = spec
         self.log = log
         self._child = child
+        self._stopped = False
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, log: Path) -> Process:
-        """Start a process in a session of its own, both outputs into `log`. Raises LocalError."""
+    async def start(
+        cls,
+        spec: ProcessSpec,
+        log: Path,
+        *,
+        restart: int = 0,
+        announce: Callable[[int], None] = lambda pid: None,
+    ) -> Process:
+        """Start a process in a session of its own, both outputs into `log`, which begins anew unless it is
+        the process's `restart`-th restart. Raises LocalError.
+
+        `announce` is called with its pid before the program begins: if we are killed before that, it never
+        does."""
         cpus = ",".join(map(str, spec.cpus)) or "-"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("wb") as out:
+            if not restart:
+                log.open("wb").close()
+            # Appending, so that it can be emptied below the process.
+            with _pipe() as (hold, release), log.open("ab") as out:
+                if restart:
+                    out.write(mark_restart(spec.name, restart))
+                    out.flush()
                 child = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", launch.__file__, cpus),
+                    *(sys.executable, "-I", launch.__file__, "--when-told", cpus),
                     *spec.argv,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=hold,
                     stdout=out,
                     stderr=out,
                     env=spec.env,
                     start_new_session=True,
                 )
+                announce(child.pid)
+                os.write(release, b"\n")
         except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
             raise LocalError(f"Cannot start {spec.name}: {error}") from None
         return cls(spec, log, child)
@@ -76,14 +87,23 @@ class Process:
     def running(self) -> bool:
         return self._child.returncode is None
 
+    async def ended(self) -> str:
+        """Wait for its end; returns how it ended, and why in the log's own words."""
+        code = await self._child.wait()
+        if code >= 0:
+            return f"{self.spec.name} ended with exit code {code}: {cause_of_death(self.log)}"
+        number = signal.Signals(-code)
+        why = error_in(self.log) or "no error in its log" + _OF_SIGNAL.get(number, "")
+        return f"{self.spec.name} was killed by {number.name}: {why}"
+
     async def died(self) -> None:
         """Return never; raise ProcessDied with the log's own words when the process ends."""
-        code = await self._child.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise ProcessDied(f"{self.spec.name} {how}: {cause_of_death(self.log)}\nIts log: {self.log}")
+        raise ProcessDied(f"{await self.ended()}\nIts log: {self.log}")
 
     async def stop(self, *, patience: float = _STOP_SECONDS) -> None:
         """End the process and its children: SIGTERM, then SIGKILL after `patience` seconds."""
+        if self._stopped:
+            return  # by now its process group may be another's
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
@@ -95,6 +115,7 @@ class Process:
             await asyncio.sleep(0.05)
         self._signal(signal.SIGKILL)
         await self._child.wait()
+        self._stopped = True
 
     def _signal(self, number: int) -> bool:
         """Signal the process group; whether there is one."""
@@ -105,25 +126,12 @@ class Process:
         return True
 
 
-def cause_of_death(log: Path) -> str:
-    """What a log says of why its process died: the last exception, else error, else the last line."""
-    # What went wrong while the engine started is no reason once it has been up.
-    text = tail(log, 64 * 1024).rpartition("Application startup complete")[2]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        return "it wrote nothing"
-    lines = [line for line in lines if not _STANDS_ABOVE.search(line)] or lines
-    backwards = range(len(lines) - 1, -1, -1)
-    at = next((i for cause in _CAUSES for i in backwards if cause.search(lines[i])), len(lines) - 1)
-    cause = lines[at : at + 2] if _GOES_ON.search(lines[at]) else [lines[at]]
-    return ": ".join(_LOG_PREFIX.sub("", line, count=1) for line in cause)[:500]
-
-
-def tail(log: Path, size: int) -> str:
-    """The last `size` bytes of a file as text."""
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """The reading and the writing end."""
+    ends = os.pipe()
     try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - size))
-            return stream.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)

@@ -39,14 +39,17 @@ class Reaper:
 
 
 @contextlib.asynccontextmanager
-async def reaper() -> AsyncIterator[Reaper]:
-    """A reaper for the length of the block; whatever is still listed at its end is ended or removed then."""
+async def reaper(*held: int) -> AsyncIterator[Reaper]:
+    """A reaper for the length of the block; whatever is still listed at its end is ended or removed then.
+
+    It holds the file descriptors `held`, too, until all that is done."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "tandem.local.reaper"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         start_new_session=True,  # a terminal's Ctrl-C is not for it
+        pass_fds=held,
     )
     assert process.stdin is not None
     try:

@@ -1,4 +1,5 @@
-"""The line of an engine's log that a person is shown: what went wrong, not where it ended."""
+"""What is read in a process's log, the line above all that a person is shown: what went wrong, not where it
+ended; and how logs are kept small."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.local.process import cause_of_death
+from tandem.local.log import LAST_STAGE, cause_of_death, keep_small, mark_restart, remove_old, stage
 
 CORE_FAILS = """\
 (APIServer pid=11) INFO 11-29 18:12:01 [api_server.py:520] vLLM API server version 0.32.0
@@ -90,6 +91,8 @@ OSError: [Errno 98] error while attempting to bind on address ('127.0.0.1', 8000
             "Worker proc 0 died unexpectedly.",
         ),
         ("\n \n", "it wrote nothing"),
+        ("INFO:     Application startup complete.\n", "it wrote nothing"),
+        ("ValueError: x\nINFO:     Application startup complete.\nINFO: GET / 200\n", "INFO: GET / 200"),
         ("ValueError: " + "x" * 1000, ("ValueError: " + "x" * 1000)[:500]),
     ],
 )  # fmt: skip
@@ -107,3 +110,54 @@ def test_only_the_end_of_a_long_log_is_read_and_broken_text_does_no_harm(tmp_pat
     file = tmp_path / "decode-0.log"
     file.write_bytes(b"ValueError: an old one\n" + b"\xff\n" * 100_000 + b"OSError: the last\n")
     assert cause_of_death(file) == "OSError: the last"
+
+
+def test_what_was_written_before_a_restart_is_no_cause_and_no_progress(tmp_path: Path) -> None:
+    file = tmp_path / "decode-0.log"
+    before = "INFO:     Application startup complete.\nValueError: an old one\n"
+    file.write_bytes(before.encode() + mark_restart("decode-0", 1))
+    assert cause_of_death(file) == "it wrote nothing"
+    assert stage(file) == "importing vLLM"
+    with file.open("a") as log:
+        log.write("INFO 11-29 [x.py:1] Starting to load model /m\n")
+    assert cause_of_death(file).endswith("Starting to load model /m")
+    assert stage(file) == "loading the weights"
+    with file.open("a") as log:
+        log.write(before)
+    assert cause_of_death(file) == "ValueError: an old one"
+    assert stage(file) == LAST_STAGE
+
+
+def test_a_log_that_grows_too_large_begins_anew_and_one_old_one_is_kept(tmp_path: Path) -> None:
+    file, old = tmp_path / "decode-0.log", tmp_path / "decode-0.log.1"
+    with file.open("ab") as process:  # which has it open all the time
+
+        def write(text: bytes) -> None:
+            process.write(text)
+            process.flush()
+
+        write(b"first" * 10)
+        keep_small(file, 50)
+        assert not old.exists()
+        write(b"!")
+        keep_small(file, 50)
+        assert (file.read_bytes(), old.read_bytes()) == (b"", b"first" * 10 + b"!")
+        write(b"second" * 10)
+        keep_small(file, 50)
+        write(b"third")
+        assert (file.read_bytes(), old.read_bytes()) == (b"third", b"second" * 10)
+
+
+def test_a_log_that_cannot_be_kept_small_is_let_be(tmp_path: Path) -> None:
+    keep_small(tmp_path / "none.log", 0)
+    (tmp_path / "a.log").write_text("text")
+    (tmp_path / "a.log.1").mkdir()
+    keep_small(tmp_path / "a.log", 0)
+    assert (tmp_path / "a.log").read_text() == "text"
+
+
+def test_the_logs_of_earlier_runs_go_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("decode-7.log", "decode-7.log.1", "state.json", "lock"):
+        (tmp_path / name).touch()
+    remove_old(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lock", "state.json"]

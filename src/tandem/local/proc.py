@@ -1,0 +1,50 @@
+"""What Linux tells in /proc of the processes of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+# Positions in /proc/PID/stat behind the command's name, see proc_pid_stat(5).
+_STATE, _GROUP, _TIMES, _STARTED, _PAGES = 0, 2, slice(11, 15), 19, 21
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the processes of a group use. `cpu_seconds`: since they began, with children that have ended."""
+
+    memory_bytes: int = 0
+    cpu_seconds: float = 0.0
+
+
+def use_of(groups: Collection[int]) -> dict[int, Use]:
+    """By process group; one that is not there uses nothing. Memory is the resident set (RSS)."""
+    used = dict.fromkeys(groups, Use())
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or not (fields := _stat(int(entry))):
+            continue
+        if (group := int(fields[_GROUP])) in used:
+            before = used[group]
+            used[group] = Use(
+                before.memory_bytes + int(fields[_PAGES]) * _PAGE,
+                before.cpu_seconds + sum(map(int, fields[_TIMES])) / _TICKS,
+            )
+    return used
+
+
+def started(pid: int) -> int | None:
+    """When a process began, in clock ticks since the machine did: with its pid, that tells it from any other
+    process there has been. None of one that is not there, or has ended."""
+    fields = _stat(pid)
+    return int(fields[_STARTED]) if fields and fields[_STATE] != "Z" else None
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return []

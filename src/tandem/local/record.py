@@ -1,0 +1,187 @@
+"""What is known of a local endpoint from outside: `state.json` in the folder of its logs, and a lock.
+
+`tandem up` holds the lock for its life, and so does the reaper, which outlives it: an endpoint whose lock is
+free has ended, and nothing of it is left. No pid could tell that: they are given anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from tandem.local import paths, proc
+from tandem.local.errors import LocalError
+
+Condition = Literal["starting", "ready", "hung", "restarting", "stopped"]
+Phase = Literal["starting", "running", "stopping", "ended"]
+
+_STATE, _LOCK = "state.json", "lock"
+_TRIES = 10
+_TRY_SECONDS = 0.05
+
+
+class ProcessState(BaseModel):
+    """One process of an endpoint. Times are seconds since 1970."""
+
+    name: str
+    role: Literal["prefill", "decode", "router"]
+    url: str
+    port: int
+    pid: int | None = None
+    """Also its process group."""
+    state: Condition = "starting"
+    doing: str = ""
+    """What there is to say of the state, in words."""
+    restarts: int = 0
+    restart_at: float | None = None
+    """When it is started again, of one that is `restarting`."""
+    cause: str | None = None
+    """Why it last died, since the endpoint was started."""
+
+
+class EndpointState(BaseModel):
+    """One endpoint, as its `tandem up` last wrote it down."""
+
+    name: str
+    url: str
+    port: int
+    pid: int
+    """Of `tandem up`; together with `pid_started` (see tandem.local.proc) it names one process for ever."""
+    pid_started: int | None
+    state: Phase = "starting"
+    since: float = Field(default_factory=time.time)
+    """When it came into this state."""
+    cause: str | None = None
+    """Why it ended."""
+    processes: list[ProcessState] = []
+
+    def become(self, state: Phase, cause: str | None = None) -> None:
+        self.state, self.since = state, time.time()
+        self.cause = self.cause or cause
+
+    def save(self, folder: Path) -> None:
+        """Write it down, whole at once. A disk that is full must not end what runs, so no error is raised."""
+        with contextlib.suppress(OSError):
+            new = folder / f".{_STATE}"
+            new.write_text(self.model_dump_json(indent=1), "utf-8")
+            new.replace(folder / _STATE)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An endpoint of this user: what was written down of it, and whether it runs."""
+
+    folder: Path
+    state: EndpointState
+    running: bool
+
+    @property
+    def title(self) -> str:
+        return f"{self.state.name} on port {self.state.port}"
+
+    @property
+    def phase(self) -> Phase:
+        if not self.running:
+            return "ended"
+        # The reaper is still ending what a `tandem up` that was killed had started.
+        return self.state.state if self.has_up else "stopping"
+
+    @property
+    def has_up(self) -> bool:
+        """Whether its `tandem up` is there; another process that has its pid by now is none."""
+        return proc.started(self.state.pid) == self.state.pid_started is not None
+
+    def refresh(self) -> Found:
+        return Found(self.folder, load(self.folder) or self.state, is_running(self.folder))
+
+    @property
+    def cause_of_end(self) -> str:
+        """Why it ended, of one that does not run."""
+        if self.state.cause is not None:
+            return self.state.cause
+        return "`tandem up` was killed, or the machine went down"
+
+
+def find(name: str | None = None, port: int | None = None) -> list[Found]:
+    """This user's endpoints, those that run and those that have ended, by name and port."""
+    pattern = f"{glob.escape(name) if name else '*'}/{port or '*'}/{_STATE}"
+    folders = [file.parent for file in sorted(paths.states().glob(pattern))]
+    return [Found(f, state, is_running(f)) for f in folders if (state := load(f)) is not None]
+
+
+def load(folder: Path) -> EndpointState | None:
+    """What was last written down; None where there is nothing that can be read."""
+    try:
+        return EndpointState.model_validate_json((folder / _STATE).read_text("utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[int]:
+    """Hold an endpoint's lock for the length of the block, which gets its file descriptor: a process that
+    inherits it holds the lock, too. Raises LocalError when the endpoint runs already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise LocalError(f"Cannot write into {folder}: {error.strerror}") from None
+    try:
+        for _ in range(_TRIES):
+            if _locked(lock, fcntl.LOCK_EX):
+                break
+            time.sleep(_TRY_SECONDS)  # who only looks holds it for a moment
+        else:
+            raise _second(folder)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def refuse_second(folder: Path) -> None:
+    """Raise LocalError when the endpoint of a folder runs already."""
+    if is_running(folder):
+        raise _second(folder)
+
+
+def _second(folder: Path) -> LocalError:
+    state = load(folder)
+    if state is None:
+        return LocalError(f"Another `tandem up` has just begun in {folder}.")
+    return LocalError(
+        f"{state.name} is up on port {state.port} already, as process {state.pid}. Stop it with "
+        f"`tandem down {state.name} --port {state.port}`, or choose another port with --port."
+    )
+
+
+def is_running(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _locked(lock, fcntl.LOCK_SH)
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int, how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def this_process() -> tuple[int, int | None]:
+    """`pid` and `pid_started` of an EndpointState."""
+    return os.getpid(), proc.started(os.getpid())

@@ -1,0 +1,213 @@
+"""Keeps the processes of an endpoint up: what dies, or hangs, is started again, for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+from tandem.local import proc
+from tandem.local.errors import LocalError
+from tandem.local.log import keep_small, stage
+from tandem.local.process import Process, ProcessSpec
+from tandem.local.reaper import Reaper
+from tandem.local.record import Condition, ProcessState
+
+_FIRST_DELAY, _LONGEST_DELAY, _STEADY = 1.0, 30.0, 60.0
+_LOOK_STARTING, _LOOK = 1.0, 5.0
+_ANSWER_SECONDS = 5.0
+_TOLD_HUNG = 15.0
+_WORKS = 0.1
+"""CPU seconds a second from which on a silent process is taken to work. One that idles uses less, for its
+timers and NIXL's thread; one deep in a prefill uses a core."""
+
+Health = Callable[[str], Awaitable[int]]
+"""The status with which a process at a URL answers; 0 of one that does not."""
+Tell = Callable[[str], None]
+"""Called with a line for a person."""
+
+
+class Member:
+    """A process of an endpoint over all its starts; `state` is what is known of it outside."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, state: ProcessState, guard: Reaper) -> None:
+        self.spec = spec
+        self.log = log
+        self.state = state
+        self.ready_since: float | None = None
+        """By the supervisor's clock; None until the last start has come to answering."""
+        self._guard = guard
+        self._process: Process | None = None
+
+    @property
+    def process(self) -> Process:
+        """Of the last start."""
+        assert self._process is not None, "not started yet"
+        return self._process
+
+    async def start(self) -> None:
+        """Raises LocalError."""
+        self.ready_since = None
+        self._process = await Process.start(
+            self.spec, self.log, restart=self.state.restarts, announce=self._guard.started
+        )
+        self.state.pid = self._process.pid
+        self.state.restart_at = None
+        self.become("starting")
+
+    async def stop(self) -> None:
+        """End it, or what an ended one has left behind."""
+        if self._process is not None:
+            await self._process.stop()
+            self._guard.ended(self._process.pid)
+            self.state.pid = None
+
+    def become(self, state: Condition, doing: str = "") -> bool:
+        """Note how it is; whether that is news."""
+        before = (self.state.state, self.state.doing)
+        self.state.state, self.state.doing = state, doing
+        return before != (state, doing)
+
+
+class Backoff:
+    """How long to wait before a process that died is started again."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST_DELAY
+
+    def after(self, up_seconds: float) -> float:
+        """Seconds: 1, and twice as many each time up to 30; 1 again when it had been up for a minute."""
+        if up_seconds >= _STEADY:
+            self._next = _FIRST_DELAY
+        delay, self._next = self._next, min(2 * self._next, _LONGEST_DELAY)
+        return delay
+
+
+class Supervisor:
+    """Watches members that are all up."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        tell: Tell,
+        changed: Callable[[], None],
+        hung_after: float,
+        more_logs: Sequence[Path] = (),
+        health: Health | None = None,
+        cpu_seconds: Callable[[int], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`changed` is called after each change of a member's state. A process that neither answers nor works
+        for `hung_after` seconds is restarted; 0: never. `more_logs` are kept small with those of the members.
+
+        The rest is for tests: how a process answers, what CPU time a process group has used, the time."""
+        self._members = members
+        self._tell = tell
+        self._changed = changed
+        self._hung_after = hung_after
+        self._logs = [*(m.log for m in members), *more_logs]
+        self._health = health
+        self._cpu_seconds = cpu_seconds or (lambda group: proc.use_of([group])[group].cpu_seconds)
+        self._clock = clock
+        self._sleep = sleep
+
+    async def run(self) -> None:
+        """Never returns."""
+        limits = httpx.Limits(max_keepalive_connections=0)  # who answered before may be dead
+        async with httpx.AsyncClient(timeout=_ANSWER_SECONDS, limits=limits, trust_env=False) as client:
+            health = self._health or (lambda url: _health(client, url))
+            async with asyncio.TaskGroup() as tasks:
+                for member in self._members:
+                    member.ready_since = self._clock()
+                    tasks.create_task(self._keep_up(member, health))
+                tasks.create_task(self._keep_logs_small())
+
+    async def _keep_up(self, member: Member, health: Health) -> None:
+        backoff = Backoff()
+        state = member.state
+        why: str | None = None
+        while True:
+            why = why or await self._end_of(member, health)
+            since = member.ready_since
+            delay = backoff.after(0.0 if since is None else self._clock() - since)
+            state.restarts, state.restart_at, state.cause = state.restarts + 1, time.time() + delay, why
+            member.become("restarting")
+            self._changed()
+            self._tell(f"{why}; restart {state.restarts} in {delay:g} s. Its log: {member.log}")
+            await member.stop()
+            await self._sleep(delay)
+            why = None
+            try:
+                await member.start()
+            except LocalError as error:
+                why = str(error)
+            self._changed()
+
+    async def _end_of(self, member: Member, health: Health) -> str:
+        """Wait until a member dies or hangs; returns why."""
+        death = asyncio.create_task(member.process.ended())
+        hang = asyncio.create_task(self._hang(member, health))
+        try:
+            done, _ = await asyncio.wait({death, hang}, return_when=asyncio.FIRST_COMPLETED)
+            return (death if death in done else hang).result()
+        finally:
+            death.cancel()
+            hang.cancel()
+            await asyncio.gather(death, hang, return_exceptions=True)
+
+    async def _hang(self, member: Member, health: Health) -> str:
+        """Watch a process that runs; return when it has hung for too long, with what to say of that."""
+        began = looked = progress = self._clock()
+        used = self._cpu_seconds(member.process.pid)
+        while True:
+            await self._sleep(_LOOK_STARTING if member.ready_since is None else _LOOK)
+            status = await health(member.state.url)
+            now, used_before = self._clock(), used
+            used = self._cpu_seconds(member.process.pid)
+            # While it starts, weights may come from a slow disk: little is enough.
+            enough = 0.0 if member.ready_since is None else _WORKS * (now - looked)
+            looked = now
+            if status or used - used_before > enough:
+                progress = now
+            silent = now - progress
+            if self._hung_after and silent >= self._hung_after:
+                return f"{member.spec.name} was hung: for {silent:.0f} s it neither answered nor worked"
+            if status == 200 and member.ready_since is None:
+                member.ready_since = now
+                self._tell(
+                    f"{member.spec.name} is back after {now - began:.0f} s (restart {member.state.restarts})"
+                )
+            self._note(member, silent)
+
+    def _note(self, member: Member, silent: float) -> None:
+        """Note how a process is that runs, and that neither answers nor works for `silent` seconds now."""
+        if member.ready_since is None:
+            self._become(member, "starting", stage(member.log) if member.state.role != "router" else "")
+        elif silent < _TOLD_HUNG:
+            self._become(member, "ready")
+        elif member.state.state != "hung":
+            since = time.localtime(time.time() - silent)
+            self._become(member, "hung", time.strftime("since %H:%M:%S", since))
+
+    def _become(self, member: Member, state: Condition, doing: str = "") -> None:
+        if member.become(state, doing):
+            self._changed()
+
+    async def _keep_logs_small(self) -> None:
+        while True:
+            for log in self._logs:
+                await asyncio.to_thread(keep_small, log)
+            await self._sleep(_LOOK)
+
+
+async def _health(client: httpx.AsyncClient, url: str) -> int:
+    for path in ("/health", "/metrics"):
+        with contextlib.suppress(httpx.HTTPError):
+            return (await client.get(url + path)).status_code
+    return 0

@@ -1,0 +1,174 @@
+"""A whole `tandem up`, its engines simulated: it heals itself, outlives its terminal, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.local import paths
+from tandem.local.record import Found, find
+
+from ..local.processes import gone
+from .local_endpoints import eventually, simulated
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free: int = probe.getsockname()[1]
+        return free
+
+
+def the_one() -> Found:
+    (found,) = find()
+    return found
+
+
+def nothing_is_left(pids: list[int]) -> bool:
+    return not the_one().running and all(map(gone, pids))
+
+
+def test_a_detached_one_heals_itself_outlives_a_hang_up_and_is_stopped(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port)
+    done = tandem("up", "--detach")
+    assert done.returncode == 0, done.stderr
+    url, curl = done.stdout.splitlines()
+    assert url == f"http://127.0.0.1:{port}"
+    assert curl.startswith(f"curl {url}/v1/chat/completions ")
+    assert "decode-0: answering" in done.stderr
+    assert f"stop with `tandem down small --port {port}`" in done.stderr
+    up = the_one().state.pid
+    assert done.stderr.endswith(f"it runs in the background, as process {up}\n")
+    try:
+        assert os.getsid(up) == up
+        second = tandem("up", "--detach")
+        assert (second.returncode, second.stdout) == (3, "")
+        assert f"small is up on port {port} already, as process {up}" in second.stderr
+        assert (tandem("up").returncode, tandem("up", "--dry-run").returncode) == (3, 0)
+        os.kill(up, signal.SIGHUP)
+
+        before = {p["name"]: p for p in tandem.processes()}
+        assert all(p["ready"] for p in before.values())
+        assert all(p["memory_bytes"] > 20_000_000 for p in before.values())
+        assert [before[name]["kv_use"] for name in ("prefill-0", "router")] == [0.0, None]
+        killed = [before[name]["pid"] for name in ("prefill-0", "router")]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: all(map(gone, killed)))
+        assert tandem("status").returncode == 1
+        eventually(lambda: tandem("status").returncode == 0)
+        after = {p["name"]: p for p in tandem.processes()}
+        assert [after[name]["restarts"] for name in ("prefill-0", "decode-0", "router")] == [1, 0, 1]
+        assert after["decode-0"]["pid"] == before["decode-0"]["pid"]
+        assert after["prefill-0"]["url"] == before["prefill-0"]["url"]
+        assert after["prefill-0"]["cause"].startswith("prefill-0 was killed by SIGKILL: ")
+
+        explained = {"x-tandem-explain": "1"}
+        long = {"prompt": "a b c " * 100, "max_tokens": 4}
+        answer = httpx.post(
+            f"{url}/v1/completions", json=long, headers=explained, timeout=60, trust_env=False
+        )
+        assert answer.headers["x-tandem-prefill-url"] == after["prefill-0"]["url"], answer.text
+
+        console = tandem("logs", "up").stdout
+        assert "prefill-0 was killed by SIGKILL" in console
+        assert "restart 1 in 1 s" in console
+        assert "prefill-0 is back after " in console
+        log = tandem("logs", "small", "prefill-0").stdout
+        assert "==== tandem: restart 1 of prefill-0, " in log
+        pids = [up, *(p["pid"] for p in after.values())]
+    finally:
+        down = tandem("down")
+    assert (down.returncode, down.stderr) == (0, "")
+    assert down.stdout == f"stopped small on port {port}: prefill-0, decode-0, router\n"
+    assert nothing_is_left(pids)
+    status = tandem("status")
+    assert status.returncode == 3
+    assert status.stdout.startswith(f"small on port {port}: ended ")
+    assert status.stdout.endswith(": it was stopped\n")
+
+
+def test_one_that_does_not_come_up_is_told_with_its_cause_and_code(tmp_path: Path, port: int) -> None:
+    dies = 'echo "ValueError: no room for the KV cache" >&2; exit 1'
+    tandem = simulated(tmp_path, port, before=f'case "$*" in *kv_producer*) {dies};; esac')
+    done = tandem("up", "--detach", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    log = paths.state("small") / str(port) / "prefill-0.log"
+    assert done.stderr.endswith(
+        f"tandem: prefill-0 ended with exit code 1: ValueError: no room for the KV cache\nIts log: {log}\n"
+    )
+    assert the_one().cause_of_end.startswith("prefill-0 ended with exit code 1: ValueError: no room")
+    assert nothing_is_left([])
+
+
+def test_as_json_the_result_is_one_document(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port)
+    done = tandem("up", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    try:
+        assert (told["name"], told["url"]) == ("small", f"http://127.0.0.1:{port}")
+        assert told["pid"] == the_one().state.pid
+        assert told["logs"] == str(the_one().folder)
+        assert told["curl"].startswith("curl ")
+    finally:
+        assert tandem("down", "small").returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_the_wait_stops_what_was_to_be_detached(
+    tmp_path: Path, port: int, number: signal.Signals
+) -> None:
+    tandem = simulated(tmp_path, port, before="sleep 600")
+    waiting = tandem.start("up", "--detach")
+    eventually(lambda: [f for f in find() if f.running and all(p.pid for p in f.state.processes)])
+    pids = [p.pid for p in the_one().state.processes if p.pid is not None]
+    waiting.send_signal(number)
+    out, _ = waiting.communicate(timeout=60)
+    assert (waiting.returncode, out) == (130, "")
+    assert nothing_is_left(pids)
+
+
+def test_it_comes_up_though_nobody_waits_for_it_any_more(tmp_path: Path, port: int) -> None:
+    """As when the terminal is closed meanwhile."""
+    tandem = simulated(tmp_path, port)
+    waiting = tandem.start("up", "--detach")
+    eventually(lambda: [f for f in find() if f.running])
+    waiting.kill()
+    waiting.communicate(timeout=60)
+    eventually(lambda: tandem("status").returncode == 0)
+    assert tandem("down").returncode == 0
+
+
+def test_in_the_foreground_a_hang_up_stops_it_in_order(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port)
+    process = tandem.start("up")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://")
+    pids = [p["pid"] for p in tandem.processes()]
+    process.send_signal(signal.SIGHUP)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert time.monotonic() - began < 15
+    assert nothing_is_left(pids)
+
+
+def test_when_it_is_killed_nothing_is_left_and_the_next_one_can_come(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port, before="sleep 600")
+    process = tandem.start("up")
+    eventually(lambda: [f for f in find() if f.running and all(p.pid for p in f.state.processes)])
+    pids = [p.pid for p in the_one().state.processes if p.pid is not None]
+    process.kill()
+    process.communicate(timeout=60)
+    eventually(lambda: nothing_is_left(pids))
+    assert the_one().cause_of_end == "`tandem up` was killed, or the machine went down"
+    assert tandem("down").returncode == 3

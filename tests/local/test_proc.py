@@ -1,0 +1,49 @@
+"""What a process and its children use, as Linux tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tandem.local.proc import Use, started, use_of
+
+# Works for half a second, has a child hold 50 MB, and waits.
+WORKS = """
+import subprocess, sys, time
+code = "x = bytearray(b'x' * 50_000_000); print(flush=True); input()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=sys.stdin, stdout=subprocess.PIPE)
+child.stdout.readline()
+while time.process_time() < 0.5:
+    pass
+print(flush=True)
+child.wait()
+"""
+
+
+def test_the_use_of_a_group_is_that_of_all_in_it() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKS], stdin=pipe, stdout=pipe, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        use = use_of([process.pid, 2**22 + 1])
+        assert use[process.pid].memory_bytes > 55_000_000
+        assert 0.5 <= use[process.pid].cpu_seconds < 60
+        assert use[2**22 + 1] == Use()
+        process.communicate(b"\n")
+    assert use_of([process.pid])[process.pid] == Use()
+
+
+def test_a_process_is_known_by_when_it_began() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        began, ours = started(process.pid), started(os.getpid())
+        assert began is not None
+        assert ours is not None
+        assert began >= ours
+        assert process.stdin is not None
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert started(process.pid) is None, "one that has ended, though nobody has waited for it"
+    assert started(2**22 + 1) is None
