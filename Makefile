@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV_BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-operator check format clean
+.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-operator soak check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ bench-routing: dev ## Compare routing strategies, and with peers (an hour); writ
 
 bench-operator: dev ## Measure the operator with 1 and 200 endpoints (ten minutes); writes docs/operator-faults.md
 	$(VENV_BIN)/python benchmarks/operator/run.py $(ARGS)
+
+soak: dev ## Send 2,000 requests while processes are killed and frozen (most of an hour)
+	$(VENV_BIN)/python benchmarks/soak/run.py $(ARGS)
 
 check: dev ## Lint, types, layers
 	$(VENV_BIN)/ruff check .
