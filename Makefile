@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV_BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-local bench-operator check format clean
+.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-local bench-operator soak check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ bench-local: dev ## Compare the pair with two colocated engines (forty minutes);
 
 bench-operator: dev ## Measure the operator with 1 and 200 endpoints (ten minutes); writes docs/operator-faults.md
 	$(VENV_BIN)/python benchmarks/operator/run.py $(ARGS)
+
+soak: dev ## Send 2,000 requests while processes are killed and frozen (most of an hour)
+	$(VENV_BIN)/python benchmarks/soak/run.py $(ARGS)
 
 check: dev ## Lint, types, layers
 	$(VENV_BIN)/ruff check .

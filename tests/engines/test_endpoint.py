@@ -14,6 +14,7 @@ import pytest
 from tandem.bench.scrape import scrape
 from tandem.prompt import PromptCounter
 
+from . import processes
 from .answers import fresh_prompt
 from .conftest import CONTEXT, Up
 
@@ -104,27 +105,12 @@ def test_each_engine_keeps_to_its_own_cores(smollm2: Up) -> None:
     """Every thread of an engine, NIXL's too: the stock connector moves them all to the last core."""
     cores = {}
     for engine in smollm2.plan["engines"]:
-        pids = _processes_with(f"--port\0{engine['url'].rsplit(':', 1)[1]}")
+        pids = processes.with_argument(f"--port\0{engine['url'].rsplit(':', 1)[1]}")
         threads = [int(t.name) for pid in pids for t in Path(f"/proc/{pid}/task").iterdir()]
         assert threads
         cores[engine["name"]] = {cpu for t in threads for cpu in os.sched_getaffinity(t)}
         assert cores[engine["name"]] <= set(engine["cpus"])
     assert not set.intersection(*cores.values())
-
-
-def _processes_with(argument: str) -> list[int]:
-    """The engine started with an argument, and its children."""
-    parents: dict[int, int] = {}
-    roots: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                if argument in (entry / "cmdline").read_text():
-                    roots.append(int(entry.name))
-            except OSError:
-                continue
-    return [pid for pid in parents if pid in roots or parents[pid] in roots]
 
 
 def test_the_log_of_a_long_prompt_has_the_lines_that_operators_grep(

@@ -1,0 +1,159 @@
+"""`tandem up` with real engines: started, looked at, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import machine
+from prometheus_client.parser import text_string_to_metric_families
+from promises import ROUTER
+
+from tandem.bench.load import LoadError, ask
+from tandem.http import Client, Origin
+
+START_SECONDS = 600.0
+_GAUGES = (
+    "tandem_requests_in_flight",
+    "tandem_tokens_in_flight",
+    "tandem_pending_prompt_tokens",
+    "tandem_reserved",
+    "tandem_requests_running",
+    "tandem_requests_waiting",
+    "tandem_handoffs_cleaning_up",
+)
+_ENGINE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+@dataclass
+class Endpoint:
+    pid: int
+    """Of `tandem up`."""
+    url: str
+    client: Client
+    urls: dict[str, str] = field(default_factory=dict)
+    """Of engines, by name."""
+    roles: dict[str, str] = field(default_factory=lambda: {ROUTER: ROUTER})
+    """By name; the router is one of them."""
+
+    @property
+    def router(self) -> Origin:
+        return Origin.parse(self.url)
+
+    def of(self, role: str) -> list[str]:
+        """The names of a role."""
+        return [name for name, its in self.roles.items() if its == role]
+
+    def pids(self, who: str) -> set[int]:
+        """An engine's processes, or the router's: one that has this port in its command line, and its
+        children."""
+        url = self.url if who == ROUTER else self.urls[who]
+        below = machine.children(self.pid)[1:]  # `tandem up` has such a command line, too
+        roots = machine.with_words(below, "--port", str(Origin.parse(url).port))
+        return {pid for root in roots for pid in machine.children(root)}
+
+    async def learn(self) -> None:
+        """Which engines there are."""
+        for name, labels, _ in await self._samples(self.router) or ():
+            if name == "tandem_engine_ready":
+                role = labels["role"]
+                who = f"{role}-{len(self.of(role))}"
+                self.urls[who], self.roles[who] = labels["engine"], role
+
+    async def ready(self) -> set[str] | None:
+        """The engines in use, by the router's word; None when it gives none."""
+        samples = await self._samples(self.router)
+        if samples is None:
+            return None
+        in_use = {
+            labels["engine"] for name, labels, value in samples if name == "tandem_engine_ready" and value
+        }
+        return {name for name, url in self.urls.items() if url in in_use}
+
+    async def answers(self, who: str) -> bool:
+        try:
+            async with asyncio.timeout(5):
+                await ask(self.client, Origin.parse(self.urls[who]), "/health")
+        except (LoadError, TimeoutError):
+            return False
+        return True
+
+    async def in_hand(self) -> list[str]:
+        """What the router and the engines still have of requests: places, reservations, KV blocks. Or who is
+        silent."""
+        left = []
+        for who, url in {ROUTER: self.url, **self.urls}.items():
+            samples = await self._samples(Origin.parse(url))
+            if samples is None:
+                left.append(f"{who} does not answer")
+                continue
+            held = ((n, labels, v) for n, labels, v in samples if n in (*_GAUGES, *_ENGINE_GAUGES) and v)
+            left += [f"{who}: {name}{labels} is {value:g}" for name, labels, value in held]
+        return left
+
+    async def at_rest(self) -> bool:
+        return not await self.in_hand()
+
+    async def counted(self, name: str) -> dict[str, float]:
+        """A counter of the router, by its labels."""
+        samples = await self._samples(self.router) or []
+        return {"/".join(labels.values()): value for n, labels, value in samples if n == name and value}
+
+    async def _samples(self, origin: Origin) -> list[tuple[str, dict[str, str], float]] | None:
+        try:
+            async with asyncio.timeout(5):
+                page = (await ask(self.client, origin, "/metrics")).decode()
+        except (LoadError, TimeoutError):
+            return None
+        return [
+            (s.name, dict(s.labels), s.value) for f in text_string_to_metric_families(page) for s in f.samples
+        ]
+
+
+@asynccontextmanager
+async def up(file: Path, port: int) -> AsyncIterator[Endpoint]:
+    """`tandem up -f FILE`, ready in the block and stopped after it."""
+    with tempfile.TemporaryDirectory() as state:
+        log = Path(state) / "up.log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tandem", "up", "--port", str(port), "--file", str(file)),
+                env={**os.environ, "XDG_STATE_HOME": state},
+                stdout=output,
+                stderr=output,
+            )
+        endpoint = Endpoint(process.pid, f"http://127.0.0.1:{port}", Client())
+        try:
+            await _until_ready(endpoint, process)
+            yield endpoint
+            if process.returncode is not None:
+                raise SystemExit(f"tandem up ended with {process.returncode}")
+        except BaseException:
+            sys.stderr.write(log.read_text("utf-8", "replace"))
+            raise
+        finally:
+            await endpoint.client.aclose()
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+
+async def _until_ready(endpoint: Endpoint, process: asyncio.subprocess.Process) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while process.returncode is None and time.monotonic() < deadline:
+        with suppress(LoadError):
+            told = json.loads(await ask(endpoint.client, endpoint.router, "/ready"))
+            if not told["unproved"]:
+                await endpoint.learn()
+                return
+        await asyncio.sleep(0.5)
+    raise SystemExit(f"tandem up was not ready in time (exit code {process.returncode})")

@@ -1,0 +1,42 @@
+"""Processes of this machine, as /proc tells of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def with_argument(argument: str) -> list[int]:
+    """The processes started with an argument (several, joined by NUL), and their children."""
+    parents: dict[int, int] = {}
+    roots: list[int] = []
+    for pid, stat in _all():
+        parents[pid] = int(stat[1])
+        try:
+            if argument in Path(f"/proc/{pid}/cmdline").read_text():
+                roots.append(pid)
+        except OSError:
+            continue
+    return [pid for pid in parents if pid in roots or parents[pid] in roots]
+
+
+def of_group(group: int) -> list[int]:
+    """The living processes of a process group."""
+    return [pid for pid, stat in _all() if int(stat[2]) == group and stat[0] != "Z"]
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """What they have used of the CPU, all their threads together."""
+    ticks = sum(int(stat[11]) + int(stat[12]) for pid, stat in _all() if pid in pids)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _all() -> Iterator[tuple[int, list[str]]]:
+    """(pid, fields of its /proc/PID/stat from the state on)."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
