@@ -77,6 +77,8 @@ PHASES: dict[str, tuple[Leaving, str, tuple[str, str, str]]] = {
 }
 """When the client leaves: who waits for that, which legs are held for it, and how the request counts."""
 
+WAITS_FOR_THE_LEASE = "between the legs"
+
 
 def request(counter: PromptCounter, tokens: int, stream: bool, **more: Any) -> dict[str, Any]:
     return {"prompt": fresh_prompt(counter, tokens), "max_tokens": 400, "stream": stream, **more}
@@ -93,7 +95,10 @@ async def nothing_in_hand(endpoint: Endpoint) -> None:
     await at_rest([each.engine for each in endpoint.between], within=AT_ONCE, kv=False)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param(p, marks=[pytest.mark.slow] if p == WAITS_FOR_THE_LEASE else []) for p in PHASES],
+)
 async def test_nothing_stays_of_a_client_that_leaves(smollm2: Up, counter: PromptCounter, phase: str) -> None:
     leaving, held, counts_as = PHASES[phase]
     await at_rest([*smollm2.prefill, *smollm2.decode], within=LEASED)
