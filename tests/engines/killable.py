@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.api import Role, parse_endpoint
-from tandem.engine import EngineLaunch, EnginePorts, detect, plan
+from tandem.engine import EngineLaunch, detect, plan
 from tandem.local import launch
+from tandem.local.plan import LOOPBACK
+from tandem.local.ports import engine_ports
 
 from .between import until
-from .conftest import free_port, wait_for
+from .conftest import wait_for
 from .processes import of_group
 
 LEASE_SECONDS = 6
@@ -94,7 +96,12 @@ class Engine:
         """End it; nothing of it may be left."""
         if self.process.poll() is None:
             self.process.terminate()
-        await until(lambda: self.process.poll() is not None and not of_group(self.process.pid))
+        try:
+            await until(lambda: self.process.poll() is not None and not of_group(self.process.pid))
+        except TimeoutError:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+            raise
 
 
 @dataclass
@@ -113,7 +120,7 @@ class Engines:
 def planned(python: str, model: Path, folder: Path) -> Engines:
     """The engines, none of them started. `python` has vLLM."""
     endpoint, _ = parse_endpoint(MANIFEST, source="engines that may be killed")
-    ports = [EnginePorts(free_port(), free_port()) for _ in range(2 * COUNT)]
+    ports = engine_ports(2 * COUNT, LOOPBACK)  # none that the kernel gives to connections meanwhile
     made = plan(endpoint, detect(python), model, ports, lease_seconds=LEASE_SECONDS)
     engines = [Engine(how, folder / f"{how.name}.log") for how in made.engines]
     return Engines(
