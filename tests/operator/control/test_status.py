@@ -299,6 +299,8 @@ def test_a_role_that_its_autoscaler_has_scaled_to_nothing_lacks_nothing() -> Non
     assert conditions(made)["Ready"] == ("True", "Deployed")
     assert conditions(made)["DecodeReady"] == ("True", "Ready")
     assert made["roles"]["router"]["trouble"] == ""
+    alone = status(WHOLE[0], idle, WHOLE[2], outcome=replace(OUTCOME, absent=("scaledobjects.keda.sh",)))
+    assert conditions(alone)["Ready"] == ("False", "ScaledToZero"), "KEDA was removed"
 
 
 @pytest.mark.parametrize("router", [1, 0], ids=["router not told yet", "router waits"])

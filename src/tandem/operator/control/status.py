@@ -112,6 +112,8 @@ def new_status(
         _role(w, deployments.get(w.deployment), (applied or {}).get(w.deployment, 0), pods, warnings)
         for w in outcome.wanted
     ]
+    if outcome.absent:  # the autoscaler itself
+        roles = [replace(role, scaled=False) for role in roles]
     roles = _told_apart(roles, outcome, before, now)
     generation = found["metadata"].get("generation", 0)
     state = _state(outcome, roles, before, generation)
