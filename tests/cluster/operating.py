@@ -52,11 +52,13 @@ class Operator:
 
     def leading(self) -> list[str]:
         """The names of pods that say of themselves that they lead, of those that answer."""
-        return [
-            pod["metadata"]["name"]
-            for pod in self.every_pod()
-            if "tandem_operator_leads 1.0" in self._metrics(pod)
-        ]
+        found = list(filter(self._says_it_leads, self.every_pod()))
+        if len(found) > 1:  # between their answers one may have followed the other
+            found = list(filter(self._says_it_leads, found))
+        return [pod["metadata"]["name"] for pod in found]
+
+    def _says_it_leads(self, pod: Object) -> bool:
+        return "tandem_operator_leads 1.0" in self._metrics(pod)
 
     def _metrics(self, pod: Object) -> str:
         with suppress(httpx.HTTPError, KeyError):

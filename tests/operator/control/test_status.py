@@ -22,6 +22,7 @@ from tandem.operator.control.status import (
     new_status,
     pending,
 )
+from tandem.operator.names import START_ANNOTATION
 
 Object = dict[str, Any]
 
@@ -290,9 +291,27 @@ def test_a_secret_that_is_missing_is_no_failed_download() -> None:
         assert made["ModelSource"] == ("False", reason or "HuggingFaceDownloadFailed")
 
 
-def test_a_role_scaled_to_nothing_lacks_nothing() -> None:
-    made = status(deployment("prefill", 0, 0), *WHOLE[1:])
+def test_a_role_that_its_autoscaler_has_scaled_to_nothing_lacks_nothing() -> None:
+    idle = deployment("decode", 0, 0)
+    idle["metadata"]["annotations"] = {START_ANNOTATION: "1"}
+    made = status(WHOLE[0], idle, WHOLE[2])
     assert made["state"] == "DeploymentComplete"
+    assert conditions(made)["Ready"] == ("True", "Deployed")
+    assert conditions(made)["DecodeReady"] == ("True", "Ready")
+    assert made["roles"]["router"]["trouble"] == ""
+    alone = status(WHOLE[0], idle, WHOLE[2], outcome=replace(OUTCOME, absent=("scaledobjects.keda.sh",)))
+    assert conditions(alone)["Ready"] == ("False", "ScaledToZero"), "KEDA was removed"
+
+
+@pytest.mark.parametrize("router", [1, 0], ids=["router not told yet", "router waits"])
+def test_a_role_that_nobody_will_scale_up_from_nothing_does_not_serve(router: int) -> None:
+    """Scaled by hand while the endpoint is paused; of a colocated one its resource may say so."""
+    made = status(WHOLE[0], deployment("decode", 0, 0), deployment("router", 1, router), paused=True)
+    assert conditions(made)["Ready"] == ("False", "ScaledToZero")
+    assert conditions(made)["DecodeReady"] == ("False", "ScaledToZero")
+    assert "decode: scaled to no pods" in made["conditions"][0]["message"]
+    assert made["roles"]["router"]["trouble"] == "waits for a pod of decode that is ready"
+    assert made["state"] == ("DeploymentComplete" if router else "DeploymentInProgress")
 
 
 def test_mistakes_are_the_state_and_nothing_else_is_claimed() -> None:

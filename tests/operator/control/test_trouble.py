@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.operator.control.trouble import (
+    LONGEST_TEXT,
     Trouble,
     last_error,
     most_telling,
@@ -293,6 +294,17 @@ def test_of_labels_that_keep_a_pod_from_all_nodes_is_told_which_and_what_to_do(
     trouble = pod_trouble(found)
     assert trouble is not None
     assert trouble.message == (f"{said} {hint}" if hint else said)
+
+
+def test_of_many_labels_no_more_are_told_than_a_status_holds() -> None:
+    said = "0/9 nodes are available: " + "1 node(s) had untolerated taint {x}, " * 40 + NO_LABEL
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": said}
+    found = pod(node=None, conditions=[condition])
+    found["spec"] = {"nodeSelector": {f"label-{i}": "x" for i in range(1000)}}
+    trouble = pod_trouble(found)
+    assert trouble is not None
+    assert "The pod takes nodes with label-0=x and label-1=x" in trouble.message
+    assert len(trouble.message) < 3 * LONGEST_TEXT
 
 
 def test_of_many_pods_the_most_frequent_cause_is_told() -> None:

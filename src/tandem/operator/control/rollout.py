@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.kube import Object
+from tandem.operator.control.replicas import autoscaled
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Rollout:
     """Pods of all revisions, without those that are ending."""
     observed: bool
     """The Deployment is there, and its controller has seen its newest form."""
+    scaled: bool = False
+    """The number of its pods is an autoscaler's."""
 
     @property
     def rolled(self) -> bool:
@@ -29,7 +32,8 @@ class Rollout:
 
     @property
     def serving(self) -> bool:
-        return self.ready > 0 or (self.observed and self.desired == 0)
+        """An autoscaler that has taken all pods away makes one when there is work; nobody else does."""
+        return self.ready > 0 or (self.scaled and self.observed and self.desired == 0)
 
 
 MISSING = Rollout(1, 0, 0, 0, observed=False)
@@ -46,4 +50,5 @@ def rollout(deployment: Object, applied: int = 0) -> Rollout:
         updated=status.get("updatedReplicas", 0),
         total=status.get("replicas", 0),
         observed=status.get("observedGeneration", 0) >= newest,
+        scaled=autoscaled(deployment),
     )

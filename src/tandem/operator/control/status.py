@@ -21,6 +21,8 @@ PENDING, IN_PROGRESS, FAILED, COMPLETE = (
 )
 DELETING = "DeletionInProgress"
 
+_SCALED_TO_ZERO = "ScaledToZero"
+"""Nobody asks for a pod of a role, and no autoscaler will."""
 _PROVED_SECONDS = 30
 """So long after its engines are ready a router should be, too."""
 _LONGEST_MESSAGE = 32_768
@@ -110,6 +112,8 @@ def new_status(
         _role(w, deployments.get(w.deployment), (applied or {}).get(w.deployment, 0), pods, warnings)
         for w in outcome.wanted
     ]
+    if outcome.absent:  # the autoscaler itself
+        roles = [replace(role, scaled=False) for role in roles]
     roles = _told_apart(roles, outcome, before, now)
     generation = found["metadata"].get("generation", 0)
     state = _state(outcome, roles, before, generation)
@@ -256,7 +260,7 @@ def _ready(outcome: Outcome, roles: Sequence[Role], state: str) -> Object:
         return _condition("Ready", False, outcome.problem_reason, "; ".join(outcome.problems))
     if outcome.refused:
         return _condition("Ready", False, "ObjectsRefused", "; ".join(outcome.refused))
-    short = [role for role in roles if not role.whole]
+    short = [role for role in roles if not (role.whole and role.serving)]
     if not short:
         message = READY_MESSAGE if outcome.disaggregated else "the deployment is ready"
         return _condition("Ready", True, "Deployed", message)
@@ -264,15 +268,22 @@ def _ready(outcome: Outcome, roles: Sequence[Role], state: str) -> Object:
     if all(role.serving for role in roles):
         reason = "PodsMissing" if all(role.rolled for role in short) else "RollingOut"
         return _condition("Ready", True, reason, f"the endpoint serves; {message}")
-    reason = "DeploymentFailed" if state == FAILED else "Deploying"
+    if state == FAILED:
+        reason = "DeploymentFailed"
+    elif any(role.whole for role in short):
+        reason = _SCALED_TO_ZERO
+    else:
+        reason = "Deploying"
     return _condition("Ready", False, reason, message)
 
 
 def _role_ready(role: Role) -> Object:
     name = f"{role.component.capitalize()}Ready"
-    if role.whole:
+    if role.whole and role.serving:
         return _condition(name, True, "Ready", f"{role.ready} of {role.desired} pods are ready")
-    if role.blocked:
+    if role.whole:
+        reason = _SCALED_TO_ZERO
+    elif role.blocked:
         reason = "PodsRefused"
     elif role.trouble:
         reason = role.trouble.reason
@@ -288,7 +299,9 @@ def _role_ready(role: Role) -> Object:
 def _shortage(role: Role) -> str:
     if not role.observed:
         return f"{role.component}: the deployment is being made"
-    if role.ready >= role.desired and role.updated < role.desired:
+    if role.whole:
+        text = f"{role.component}: scaled to no pods"
+    elif role.ready >= role.desired and role.updated < role.desired:
         text = f"{role.component}: {role.updated} of {role.desired} pods are of the newest revision"
     elif role.ready >= role.desired:
         text = f"{role.component}: pods of before are still there ({role.total - role.updated})"

@@ -112,8 +112,8 @@ def _unschedulable(pod: Object) -> _Found | None:
     reason = found.get("reason") or "Unschedulable"
     if reason == "SchedulingGated":
         return reason, "the pod waits for its scheduling gates"
-    said = _short(found.get("message") or "no node takes the pod")
-    return reason, " ".join([said, *_labels_missed(pod, said)])
+    said = found.get("message") or "no node takes the pod"
+    return reason, " ".join([_short(said), *_labels_missed(pod, said)])
 
 
 def _labels_missed(pod: Object, said: str) -> Iterator[str]:
@@ -133,6 +133,7 @@ def _labels_missed(pod: Object, said: str) -> Iterator[str]:
         alternatives = (" and ".join(map(_label, term.get("matchExpressions") or ())) for term in terms)
         asked.append(" or ".join(filter(None, alternatives)))
         if wanted := " and ".join(filter(None, asked)):
+            wanted = _short(wanted)  # a resource may list any number
             yield f"The pod takes nodes with {wanted}: label nodes so, or change what the resource asks for."
 
 
