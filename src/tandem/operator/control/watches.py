@@ -72,9 +72,9 @@ class Watches:
 
     @property
     def always(self) -> list[Reflector]:
-        """Those of kinds that every cluster has."""
+        """Those of kinds that every cluster has, and that endpoints cannot be made without."""
         owned = [reflector for resource, reflector in self.owned.items() if resource not in OPTIONAL]
-        return [self.definitions, self.drivers, self.webhooks, self.endpoints, *owned, self.pods]
+        return [self.definitions, self.drivers, self.endpoints, *owned, self.pods]
 
     def served(self, resource: Resource) -> bool:
         """Whether the cluster has this kind, if it is an optional one."""
@@ -103,7 +103,7 @@ class Watches:
     async def run(self) -> None:
         """Until it is cancelled."""
         async with asyncio.TaskGroup() as self._group:
-            for reflector in self.always:
+            for reflector in (*self.always, self.webhooks):
                 self._start(reflector)
 
     def _start(self, reflector: Reflector) -> asyncio.Task[None]:
