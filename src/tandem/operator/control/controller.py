@@ -37,6 +37,9 @@ TOLD_FROM = 3
 SLOW_SECONDS = 10.0
 """A pass that has lasted so long ends with its first failure: others wait for their turn."""
 
+RENDERED_AT_ONCE = 2
+"""Endpoints: the other threads, and their share of the interpreter, are for the webhooks."""
+
 
 class Controller:
     """`reconcile` may be called at any time for any endpoint: it looks at what is there, not at what has
@@ -53,6 +56,7 @@ class Controller:
         self._logs = EngineLogs(client, now)
         self._owned = Owned(client, watches.owned, scales=lambda: watches.served(kinds.SCALED_OBJECT))
         self._desired: dict[Key, tuple[object, Desired]] = {}
+        self._rendering = asyncio.Semaphore(RENDERED_AT_ONCE)
         self._told: dict[Key, tuple[list[str], Object]] = {}
         """The status last written, and the versions of the endpoint that it was not in yet; the last of them
         is the one with it."""
@@ -120,7 +124,8 @@ class Controller:
         of = metadata["uid"], metadata.get("generation"), metadata.get("annotations")
         kept = self._desired.get(key)
         if kept is None or kept[0] != of:
-            kept = self._desired[key] = of, await asyncio.to_thread(desired, found, self._settings)
+            async with self._rendering:
+                kept = self._desired[key] = of, await asyncio.to_thread(desired, found, self._settings)
         return kept[1]
 
     def _lacking(self, made: Desired) -> Outcome:
