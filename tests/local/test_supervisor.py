@@ -209,7 +209,7 @@ async def test_one_that_cannot_be_started_is_tried_again(
 async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(world: World) -> None:
     await world.start(hung_after=100)
     first = world.member.process.pid
-    world.status, world.work = 0, 0.12  # an idle one's timers
+    world.status, world.work = 0, 0.12  # more than an idle one's timers
     await world.time.passes(30)
     assert world.state.state == "hung"
     assert world.state.doing.startswith("since ")
