@@ -114,8 +114,9 @@ class Box:
             unused_fields=(),
             logs=self.logs,
             sockets=self.sockets,
+            ready_timeout=READY_SECONDS,
         )
-        return running(plan, on_progress=self._tell, ready_timeout=READY_SECONDS)
+        return running(plan, on_progress=self._tell)
 
     @property
     def state(self) -> EndpointState:
