@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tandem.cli import down
 from tandem.local import paths
 from tandem.local.record import Found, find
 
@@ -25,6 +26,13 @@ def port() -> int:
         probe.bind(("127.0.0.1", 0))
         free: int = probe.getsockname()[1]
         return free
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(machine: None) -> Iterator[None]:
+    """Nor where a test fails."""
+    yield
+    down.stop([found for found in find() if found.running])
 
 
 def the_one() -> Found:
@@ -91,9 +99,9 @@ def test_a_detached_one_heals_itself_outlives_a_hang_up_and_is_stopped(tmp_path:
         assert "==== tandem: restart 1 of prefill-0, " in log
         pids = [up, *(p["pid"] for p in after.values())]
     finally:
-        down = tandem("down")
-    assert (down.returncode, down.stderr) == (0, "")
-    assert down.stdout == f"stopped small on port {port}: prefill-0, decode-0, router\n"
+        done = tandem("down")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"stopped small on port {port}: prefill-0, decode-0, router\n"
     assert nothing_is_left(pids)
     status = tandem("status")
     assert status.returncode == 3
