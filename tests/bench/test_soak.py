@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -24,6 +26,30 @@ def promises() -> Iterator[ModuleType]:
 def clients(promises: ModuleType) -> Iterator[ModuleType]:
     with script("soak/clients.py", "clients") as module:
         yield module
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[ModuleType]:
+    with script("soak/machine.py", "soak_machine") as module:
+        yield module
+
+
+def test_a_process_that_its_engine_does_not_miss_is_not_killed(machine: ModuleType) -> None:
+    """Nobody would start it again, and the soak would wait for that."""
+    codes = (
+        "print(flush=True); input()",
+        "import multiprocessing.resource_tracker; print(flush=True); input()",
+    )
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) for code in codes]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert machine.working([process.pid for process in started]) == [started[0].pid]
+    finally:
+        for process in started:
+            process.communicate(b"\n")
 
 
 def verdict(promises: ModuleType, end: str, *struck: str, is_long: bool = False) -> str | None:
