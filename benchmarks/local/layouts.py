@@ -17,11 +17,12 @@ from pathlib import Path
 
 from tandem.api import Role
 from tandem.bench.load import LoadError, ask
-from tandem.config import EngineSpec, RouterConfig, router_argv
+from tandem.config import EngineSpec
 from tandem.engine import detect, without
 from tandem.http import Client, Origin
 from tandem.local.endpoint import running
-from tandem.local.plan import LOOPBACK, LocalPlan, make_plan, read_endpoint
+from tandem.local.manifest import read_manifest
+from tandem.local.plan import LOOPBACK, LocalPlan, make_plan, router_command
 from tandem.local.ports import free_port
 from tandem.local.process import Process, ProcessSpec
 
@@ -59,8 +60,8 @@ class Place:
 
 def pair(logs: Path) -> LocalPlan:
     """The built-in endpoint: one prefiller, one decoder."""
-    endpoint, raw = read_endpoint(None)
-    plan = make_plan(endpoint, raw, detect(), sys.executable, port=free_port(8000, LOOPBACK))
+    manifest, port = read_manifest(None), free_port(8000, LOOPBACK)
+    plan = make_plan(manifest.endpoint, manifest.raw, detect(), sys.executable, port=port)
     return replace(plan, logs=logs)
 
 
@@ -75,11 +76,7 @@ def colocated(tuning: Tuning, logs: Path) -> LocalPlan:
     )
     urls = tuple(EngineSpec(engine.url).text for engine in engines)
     router = replace(plan.router, prefill=(), decode=(), engine=urls, routing_strategy=IN_TURN)
-    return replace(plan, engines=engines, router=router, router_argv=_router_argv(router))
-
-
-def _router_argv(config: RouterConfig) -> tuple[str, ...]:
-    return (sys.executable, "-m", "tandem", "router", *router_argv(config))
+    return replace(plan, engines=engines, router=router, router_argv=router_command(sys.executable, router))
 
 
 @asynccontextmanager
@@ -91,7 +88,7 @@ async def up(plan: LocalPlan, more_strategies: Sequence[str] = ()) -> AsyncItera
         for strategy in more_strategies:
             port = free_port(8000, LOOPBACK)
             config = replace(plan.router, port=port, routing_strategy=strategy)
-            spec = ProcessSpec(f"router-{strategy}", _router_argv(config))
+            spec = ProcessSpec(f"router-{strategy}", router_command(sys.executable, config))
             process = await Process.start(spec, plan.logs / f"{spec.name}.log")
             stack.push_async_callback(process.stop)
             routers[strategy] = Origin.parse(f"http://{LOOPBACK}:{port}")

@@ -65,7 +65,7 @@ class Faults:
 
     def _kill(self, who: str, rnd: random.Random) -> None:
         """One of its processes, as when memory runs out; whoever is left of it has to be ended by others."""
-        pids = sorted(self.endpoint.pids(who))
+        pids = sorted(machine.working(self.endpoint.pids(who)))
         self._before[who] = set(pids)
         victim = pids[0] if who == ROUTER else rnd.choice(pids)
         self.done[f"{self.endpoint.roles[who]} killed"] += 1

@@ -32,6 +32,11 @@ def with_words(pids: Collection[int], *words: str) -> list[int]:
     return [pid for pid in pids if wanted in f"\0{_command(pid)}"]
 
 
+def working(pids: Collection[int]) -> list[int]:
+    """Without Python's resource trackers: an engine does not miss its own, and would not be restarted."""
+    return [pid for pid in pids if "multiprocessing.resource_tracker" not in _command(pid)]
+
+
 def send(pids: Collection[int], number: signal.Signals) -> None:
     for pid in pids:
         try:

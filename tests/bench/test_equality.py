@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,16 @@ def test_a_difference_is_accepted_only_where_bfloat16_cannot_tell(gap: float, ac
     assert result.gap == pytest.approx(gap)
     assert result.acceptable is acceptable
     assert str(result).endswith("no tie") is not acceptable
+
+
+@pytest.mark.parametrize("likeliest", [-0.0123, -0.5, -1.05, -3.3, -9.99])
+def test_two_steps_of_bfloat16_are_a_tie_as_float32_tells_them(likeliest: float) -> None:
+    def told(value: float) -> float:
+        number: float = struct.unpack("f", struct.pack("f", value))[0]
+        return number
+
+    likely = [{9: told(likeliest), 2: told(likeliest - TIE_GAP)}]
+    assert compare([2], [9], likely).acceptable
 
 
 def test_another_token_than_the_tied_ones_is_no_tie() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,33 +11,23 @@ import pytest
 
 from tandem.bench.load import Timing
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from .scripts import script
+
 ALIKE = "256/0/roundrobin"
 NAMES = {"pair": "1 prefill + 1 decode", ALIKE: "2 colocated"}
 
 
-def script(file: str, called: str) -> ModuleType:
-    """A file of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(called, BENCHMARKS / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[called] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tables() -> Iterator[ModuleType]:
-    script("routing/report.py", "report")  # by this name tables.py imports it
-    yield script("local/tables.py", "local_tables")
-    del sys.modules["report"], sys.modules["local_tables"]
+    # By this name tables.py imports the first.
+    with script("routing/report.py", "report"), script("local/tables.py", "local_tables") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
 def plot() -> Iterator[ModuleType]:
-    yield script("local/plot.py", "local_plot")
-    del sys.modules["local_plot"]
+    with script("local/plot.py", "local_plot") as module:
+        yield module
 
 
 def answer(sent: float, ttft: float, *gaps: float) -> Timing:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,30 +10,19 @@ from typing import Any
 
 import pytest
 
-ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing"
-
-
-def script(name: str, called: str) -> ModuleType:
-    """A file of benchmarks/routing, which is no package."""
-    spec = importlib.util.spec_from_file_location(called, ROUTING / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[called] = module
-    spec.loader.exec_module(module)
-    return module
+from .scripts import script
 
 
 @pytest.fixture(scope="module")
 def report() -> Iterator[ModuleType]:
-    yield script("report", "report")  # by this name plot.py imports it
-    del sys.modules["report"]
+    with script("routing/report.py", "report") as module:  # by this name plot.py imports it
+        yield module
 
 
 @pytest.fixture(scope="module")
 def plot(report: ModuleType) -> Iterator[ModuleType]:
-    yield script("plot", "routing_plot")
-    del sys.modules["routing_plot"]
+    with script("routing/plot.py", "routing_plot") as module:
+        yield module
 
 
 def a_run(router: str, hit_rate: float, ttft: float, speed: float = 8.0) -> dict[str, Any]:

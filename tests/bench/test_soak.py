@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SOAK = Path(__file__).resolve().parents[2] / "benchmarks" / "soak"
+from .scripts import script
+
 PREFILLERS, DECODERS = ["prefill-0", "prefill-1"], ["decode-0", "decode-1"]
 EXCUSED = ["BROKEN", "WAIT", "ERROR", "CUT", "AWAY"]
 
 
-def script(name: str) -> ModuleType:
-    """A file of benchmarks/soak, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, SOAK / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where the others look for it
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def promises() -> Iterator[ModuleType]:
-    yield script("promises")
-    del sys.modules["promises"]
+    with script("soak/promises.py", "promises") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
 def clients(promises: ModuleType) -> Iterator[ModuleType]:
-    yield script("clients")
-    del sys.modules["clients"]
+    with script("soak/clients.py", "clients") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[ModuleType]:
+    with script("soak/machine.py", "soak_machine") as module:
+        yield module
+
+
+def test_a_process_that_its_engine_does_not_miss_is_not_killed(machine: ModuleType) -> None:
+    """Nobody would start it again, and the soak would wait for that."""
+    codes = (
+        "print(flush=True); input()",
+        "import multiprocessing.resource_tracker; print(flush=True); input()",
+    )
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) for code in codes]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert machine.working([process.pid for process in started]) == [started[0].pid]
+    finally:
+        for process in started:
+            process.communicate(b"\n")
 
 
 def verdict(promises: ModuleType, end: str, *struck: str, is_long: bool = False) -> str | None:

@@ -215,12 +215,13 @@ async def test_files_and_lines_are_bounded(tmp_path: Path) -> None:
     file = f"/file {tmp_path / 'long'}\n"
     parrot = Parrot()
     async with serving(parrot) as url:
-        said = f"{file}{file}/file {tmp_path / 'odd'}\n/reset\n{'y' * (9 << 20)}\nhello\n"
+        said = f"{file}{file}/file {tmp_path / 'odd'}\n{'x' * (4 << 20)}\n{'y' * (9 << 20)}\nhello\n"
         done = await chat("--url", url, said=said)
     assert done.code == 1
     assert [line for line in done.err.splitlines() if line.startswith("tandem: ")] == [
         f"tandem: /file {tmp_path / 'long'}: a message may have 8 MiB, files included",
         f"tandem: /file {tmp_path / 'odd'}: is no text in UTF-8",
+        "tandem: a message may have 8 MiB, files included",
         "tandem: a line of stdin has more than 8 MiB",
     ]
     assert [asked["messages"][-1]["content"] for asked in parrot.asked] == ["hello"]

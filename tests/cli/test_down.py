@@ -74,10 +74,10 @@ def test_of_several_the_meant_one_is_stopped(tandem_command: Tandem) -> None:
 
 def test_one_that_does_not_end_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     process = start("small", 8000, stubborn=True)
-    assert down.stop(find(), patience=0.3) == 0
+    assert down.stop(find(), patience=1) == 0
     assert process.wait(10) == -signal.SIGKILL
     out, err = capsys.readouterr()
-    assert err == "tandem: small on port 8000 did not end in 0.3 s and is killed\n"
+    assert err == "tandem: small on port 8000 did not end in 1 s and is killed\n"
     assert out == "stopped small on port 8000: prefill-0, decode-0, router\n"
 
 

@@ -474,9 +474,10 @@ def test_warnings_that_matter_here_are_notes_and_others_are_counted(
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/dev/null"])
 def test_an_interpreter_that_cannot_be_run_is_told(
-    tandem_command: Tandem, monkeypatch: pytest.MonkeyPatch, python: str
+    tandem_command: Tandem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str
 ) -> None:
     monkeypatch.undo()
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
     done = tandem_command("up", "--vllm-python", python)
     assert (done.code, done.out) == (ENVIRONMENT, "")
     assert done.err == f"tandem: {python} is no Python that can be run. Name one that has vLLM.\n"

@@ -26,7 +26,7 @@ from tandem.engine import cpu
 from tandem.engine.kv_events import kv_events_config
 from tandem.engine.roles import API_SERVER
 from tandem.local import launch
-from tandem.local.plan import read_endpoint
+from tandem.local.manifest import read_manifest
 from tandem.prompt import PromptCounter, load
 from tandem.sim import EngineSpec, Fleet, parse
 
@@ -127,7 +127,7 @@ def group_of(up: Up) -> list[int]:
 def with_kv_events(folder: Path) -> Path:
     """A manifest: the built-in endpoint, but that its engines publish KV events, and that their caches hold
     little more than one full context, which is half as long, so that a test can soon fill them."""
-    _, manifest = read_endpoint(None)
+    manifest = read_manifest(None).raw
     for role, spec in (("prefill", "prefillSpec"), ("decode", "decodingSpec")):
         events = {
             "enable_kv_cache_events": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ def attached(smollm2: Up, folder: Path) -> Iterator[str]:
         *("--prefill-url", *smollm2.prefill, "--decode-url", *smollm2.decode),
     ]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "XDG_STATE_HOME": str(folder)}
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(process, f"{url}/ready", log)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 from .conftest import Up, group_of
+from .processes import cpu_seconds
 
 SECONDS = 10.0
 MOST = 0.1
 """Of one core, all processes of the endpoint together."""
-TICK = os.sysconf("SC_CLK_TCK")
 
 
 def test_an_idle_endpoint_uses_less_than_a_tenth_of_a_core(smollm2: Up) -> None:
@@ -30,21 +29,11 @@ def test_an_idle_endpoint_uses_less_than_a_tenth_of_a_core(smollm2: Up) -> None:
 
 def cpu_shares(pids: list[int]) -> dict[str, float]:
     """Of one core, what each process uses while time passes."""
-    before, begun = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    before, begun = [cpu_seconds([pid]) for pid in pids], time.monotonic()
     time.sleep(SECONDS)  # a share of time needs time to pass
     seconds = time.monotonic() - begun
-    used = [cpu_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
+    used = [cpu_seconds([pid]) - earlier for pid, earlier in zip(pids, before, strict=True)]
     return {f"{name(pid)} ({pid})": cpu / seconds for pid, cpu in zip(pids, used, strict=True)}
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of all its threads; 0 when it has ended."""
-    try:
-        # Behind the name, which may hold anything: state, parent, …, user and system time.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:13])) / TICK
 
 
 def name(pid: int) -> str:

@@ -24,6 +24,7 @@ from tandem.prompt import PromptCounter, load
 from .answers import fresh_prompt, greedy, judge
 from .conftest import START_SECONDS, Up, free_port, group_of, start_up, stop_up
 from .pairs import REMOTE_DECODE
+from .processes import unused_shared_memory
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
 def test_nothing_is_left_however_the_endpoint_ends(
     tiny: Path, tmp_path: Path, ending: signal.Signals
 ) -> None:
-    shared = shared_memory()
+    shared = unused_shared_memory()
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     processes = group_of(up)
     assert len(processes) >= 5  # tandem, the router, and two processes an engine
@@ -84,14 +85,14 @@ def test_nothing_is_left_however_the_endpoint_ends(
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", urlsplit(url).port))
-    assert shared_memory() <= shared
+    assert unused_shared_memory() <= shared
 
 
 @pytest.mark.timeout(4 * START_SECONDS)  # it starts, and then each process once more
 async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggregate_again(
     tiny: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
-    shared = shared_memory()
+    shared = unused_shared_memory()
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     counter = load(tiny)
     try:
@@ -122,7 +123,7 @@ async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggreg
     finally:
         assert stop_up(up) == 0
     wait_until(lambda: what_is_left(processes, sockets) == [], seconds=30)
-    assert shared_memory() <= shared
+    assert unused_shared_memory() <= shared
 
 
 @pytest.mark.timeout(3 * START_SECONDS)
@@ -149,7 +150,7 @@ async def test_an_engine_that_hangs_is_restarted(
 async def test_a_detached_one_outlives_a_hang_up_and_is_stopped(tiny: Path, tmp_path: Path) -> None:
     port = str(free_port())
     words = ("up", "--detach", "--port", port, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
-    shared = shared_memory()
+    shared = unused_shared_memory()
     done = tandem(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     try:
@@ -159,12 +160,11 @@ async def test_a_detached_one_outlives_a_hang_up_and_is_stopped(tiny: Path, tmp_
         assert tandem(tmp_path, "status").returncode == 0
         assert "Application startup complete" in tandem(tmp_path, "logs", "decode-0").stdout
     finally:
-        began = time.monotonic()
         down = tandem(tmp_path, "down")
     assert down.returncode == 0, down.stderr
-    assert time.monotonic() - began < 20
+    assert "did not end" not in down.stderr
     assert not any(alive(pid) for pid in [endpoint["pid"], *(p["pid"] for p in endpoint["processes"])])
-    assert shared_memory() <= shared
+    assert unused_shared_memory() <= shared
 
 
 async def test_two_prefillers_and_two_decoders_share_the_work(
@@ -242,7 +242,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def shared_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir()}

@@ -18,7 +18,8 @@ from tandem.http import Request, Responder, serve
 from tandem.local import attach
 from tandem.local.attach import attach_plan
 from tandem.local.errors import LocalError, ResourceError
-from tandem.local.plan import LocalPlan, read_endpoint
+from tandem.local.manifest import read_manifest
+from tandem.local.plan import LocalPlan
 from tandem.sim import EngineSpec, Fleet, parse
 
 from ..api.manifests import COLOCATED, NVME, S3
@@ -49,10 +50,11 @@ async def planned(
     prefill: list[str], decode: list[str], manifest: str | None = None, **more: Any
 ) -> LocalPlan:
     """A plan; None stands for the built-in endpoint."""
-    endpoint, raw = (
-        read_endpoint(None) if manifest is None else parse_endpoint(manifest, source="endpoint.yaml")
-    )
-    endpoint = attach.renamed(endpoint) if manifest is None else endpoint
+    if manifest is None:
+        builtin = read_manifest(None)
+        endpoint, raw = attach.renamed(builtin.endpoint), builtin.raw
+    else:
+        endpoint, raw = parse_endpoint(manifest, source="endpoint.yaml")
     options = {"given": manifest is not None, **more}
     return await asyncio.to_thread(attach_plan, endpoint, raw, prefill, decode, "/venv/bin/python", **options)
 

@@ -21,7 +21,8 @@ from tandem.engine import EngineError, EnginePorts, Machine
 from tandem.local import paths, plan, preflight
 from tandem.local.builtin import MODEL_ID, builtin_folder
 from tandem.local.errors import LocalError
-from tandem.local.plan import LocalPlan, make_plan, read_endpoint
+from tandem.local.manifest import read_manifest
+from tandem.local.plan import LocalPlan, make_plan
 
 from ..api.manifests import COLOCATED, HUGGING_FACE, NVME, S3
 from .models import model_folder
@@ -249,8 +250,9 @@ def test_the_builtin_model_is_prepared_with_a_word(
         asked.append((cache, python))
 
     monkeypatch.setattr(plan, "builtin_model", builtin_model)
-    endpoint, raw = read_endpoint(None)
-    made = make_plan(endpoint, raw, machine, "python", on_convert=lambda: told.append("converting"))
+    builtin = read_manifest(None)
+    endpoint = builtin.endpoint
+    made = make_plan(endpoint, builtin.raw, machine, "python", on_convert=lambda: told.append("converting"))
     assert asked == [(home / "models", machine.python)]
     assert made.model == builtin_folder(home / "models")
     assert told == ["converting"]
@@ -258,20 +260,20 @@ def test_the_builtin_model_is_prepared_with_a_word(
 
 
 def test_a_plan_to_look_at_converts_nothing_and_asks_for_no_port(machine: Machine, home: Path) -> None:
-    endpoint, raw = read_endpoint(None)
+    builtin = read_manifest(None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        made = make_plan(endpoint, raw, machine, "python", port=port, dry=True)
+        made = make_plan(builtin.endpoint, builtin.raw, machine, "python", port=port, dry=True)
     assert made.model.parent == home / "models"
     assert not made.model.exists()
 
 
 def test_the_builtin_endpoint_is_the_example_and_uses_all_it_says() -> None:
     example = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
-    endpoint, raw = read_endpoint(None)
-    assert read_endpoint(example) == (endpoint, raw)
-    assert endpoint.spec.pd_spec is not None
-    assert endpoint.spec.pd_spec.routing_threshold == 1024
+    builtin, written = read_manifest(None), read_manifest(example)
+    assert (written.endpoint, written.raw) == (builtin.endpoint, builtin.raw)
+    assert builtin.endpoint.spec.pd_spec is not None
+    assert builtin.endpoint.spec.pd_spec.routing_threshold == 1024
 
 
 # A manifest in which every field that is acted on has a value, and for each field another value.

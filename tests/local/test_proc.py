@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tandem.local.proc import Use, started, use_of
+from tandem.local.proc import Use, parent, started, use_of
 
 # Works for half a second, has a child hold 50 MB, and waits.
 WORKS = """
@@ -36,8 +36,9 @@ def test_the_use_of_a_group_is_that_of_all_in_it() -> None:
     assert use_of([process.pid])[process.pid] == Use()
 
 
-def test_a_process_is_known_by_when_it_began() -> None:
+def test_a_process_is_known_by_who_started_it_and_when() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert parent(process.pid) == os.getpid()
         began, ours = started(process.pid), started(os.getpid())
         assert began is not None
         assert ours is not None
@@ -46,4 +47,4 @@ def test_a_process_is_known_by_when_it_began() -> None:
         process.stdin.close()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert started(process.pid) is None, "one that has ended, though nobody has waited for it"
-    assert started(2**22 + 1) is None
+    assert started(2**22 + 1) is parent(2**22 + 1) is None

@@ -124,6 +124,12 @@ async def test_a_death_by_a_signal_is_told_by_its_name(start: Start) -> None:
     )
 
 
+async def test_a_signal_without_a_name_is_told_by_its_number(start: Start) -> None:
+    number = signal.SIGRTMIN + 1
+    process = await start(program("p", f"import os; os.kill(os.getpid(), {number})"))
+    assert (await death(process)).startswith(f"p was killed by signal {number}: no error in its log\n")
+
+
 async def test_an_error_in_its_log_comes_before_the_signal_that_killed_it(start: Start) -> None:
     code = "import os; print('Fatal Python error: x\\nMemoryError: 2 GiB\\nbye', flush=True); os.abort()"
     assert (await death(await start(program("p", code)))).startswith(

@@ -67,6 +67,7 @@ def test_endpoints_are_found_by_name_and_port() -> None:
     assert sorted(found(port=8000)) == ["[b] 8000", "a 8000", "b 8000"]
     assert found("[b]") == ["[b] 8000"]
     assert found("c") == found(port=9) == []
+    assert found("") == found("*") == found("/tmp") == found("../home/a") == []
 
 
 def test_one_runs_as_long_as_its_lock_is_held() -> None:

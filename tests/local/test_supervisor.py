@@ -43,6 +43,11 @@ class Time:
         heapq.heappush(self.sleepers, (self.now + seconds, self._count, woken))
         await woken
 
+    @property
+    def sleeping(self) -> int:
+        """How many wait for it to move on."""
+        return sum(not woken.done() for _, _, woken in self.sleepers)
+
     async def passes(self, seconds: float) -> None:
         end = self.now + seconds
         while self.sleepers and self.sleepers[0][0] <= end:
@@ -104,7 +109,11 @@ class World:
             sleep=self.time.sleep,
         )
         self._task = asyncio.create_task(supervisor.run())
-        await eventually(lambda: len(self.time.sleepers) == 2)  # who watches it, and who keeps logs small
+        await eventually(self.is_watched)
+
+    def is_watched(self) -> bool:
+        """Whether who watches it, and who keeps logs small, both wait for time to pass."""
+        return self.time.sleeping == 2
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -121,13 +130,11 @@ class World:
 
     async def restarts(self, after: float) -> None:
         """See that it is started again after so many seconds, and no earlier."""
-        await eventually(lambda: self.guard.groups == set())
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await eventually(lambda: self.guard.groups == set() and self.is_watched())
         await self.time.passes(after - 0.01)
         assert self.state.state == "restarting"
         await self.time.passes(0.01)
-        await eventually(lambda: self.state.state == "starting")
+        await eventually(lambda: self.state.state == "starting" and self.is_watched())
 
     async def comes_back(self) -> None:
         await self.time.passes(1)
@@ -209,7 +216,7 @@ async def test_one_that_cannot_be_started_is_tried_again(
 async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(world: World) -> None:
     await world.start(hung_after=100)
     first = world.member.process.pid
-    world.status, world.work = 0, 0.12  # an idle one's timers
+    world.status, world.work = 0, 0.12  # more than an idle one's timers
     await world.time.passes(30)
     assert world.state.state == "hung"
     assert world.state.doing.startswith("since ")
@@ -275,8 +282,6 @@ async def test_a_full_log_is_put_aside(world: World, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tandem.local.supervisor.keep_small", kept.append)
     await world.start()
     for count in (1, 2):
-        await eventually(lambda count=count: len(kept) == count)  # type: ignore[misc]
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await eventually(lambda count=count: len(kept) == count and world.is_watched())  # type: ignore[misc]
         await world.time.passes(5)
     assert set(kept) == {world.member.log}

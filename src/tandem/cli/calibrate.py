@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
+from tandem.cli.flags import positive
 
 if TYPE_CHECKING:
     from tandem.bench.calibrate import Calibration
@@ -40,13 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the profile, for `tandem sim`"
     )
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON on stdout")
-
-
-def positive(text: str) -> int:
-    """A flag's whole number greater than 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number greater than 0")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
-from tandem.cli.calibrate import positive
+from tandem.cli.flags import positive
 
 if TYPE_CHECKING:
     import httpx

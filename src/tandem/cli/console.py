@@ -59,13 +59,13 @@ class Progress:
         if self._live:
             table = Table.grid(padding=(0, 2))
             for name, what in doing.items():
-                table.add_row(name, what)
+                table.add_row(name, escape(what))
             table.add_row("", f"{seconds:.0f} s")
             self._live.update(table)
         else:
             for name, what in doing.items():
                 if self._shown.get(name) != what:
-                    err.print(f"{seconds:5.1f} s  {name}: {what}")
+                    err.print(f"{seconds:5.1f} s  {name}: {what}", markup=False)
         self._shown = dict(doing)
 
 
@@ -139,7 +139,7 @@ def show_endpoint(endpoint: Found, processes: Sequence[Seen]) -> None:
         kv_use = None if seen.kv_use is None else f"{seen.kv_use:.0%}"
         figures = (p.pid, p.port, p.restarts, memory, seen.requests, kv_use)
         shown = ("–" if figure is None else str(figure) for figure in figures)
-        table.add_row(p.name, p.role, seen.shown, *shown)
+        table.add_row(p.name, p.role, escape(seen.shown), *shown)
     out.print(table)
     for seen in processes:
         if seen.waits_for:

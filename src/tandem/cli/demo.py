@@ -10,7 +10,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, INTERRUPTED, OK, USAGE, complain
-from tandem.cli.up import add_endpoint_arguments, code_of, plan_or_complain, port, run_until_signalled
+from tandem.cli.flags import port
+from tandem.cli.up import add_endpoint_arguments, code_of, plan_or_complain, run_until_signalled
 
 if TYPE_CHECKING:
     from tandem.bench.proof import Proof

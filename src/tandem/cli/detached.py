@@ -23,6 +23,7 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
     What it says goes to `up.log` in `folder`, and until it is ready to our stderr, too."""
     from tandem.cli.console import err, out
     from tandem.local.log import CONSOLE
+    from tandem.local.process import signal_name
 
     command = [sys.executable, "-m", "tandem", *(w for w in words if w != "--detach"), "--json"]
     log = folder / CONSOLE
@@ -50,7 +51,7 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
             code = child.wait()
             _show(shown)
             if code < 0:
-                complain(f"`tandem up` was killed by {signal.Signals(-code).name}. Its log: {log}")
+                complain(f"`tandem up` was killed by {signal_name(-code)}. Its log: {log}")
             return code if code > 0 else FAILURE
         child.returncode = 0  # it is nobody's child from now on; Popen would complain
     if as_json:

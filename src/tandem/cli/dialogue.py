@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 8 << 20
 """Longest message, with the files that go with it: more than fits into any model's context."""
 
+_TOO_LONG = f"a message may have {MESSAGE_BYTES >> 20} MiB, files included"
+
 _HELP = """\
 /file PATH     put a file into the next message, as to try a long prompt
 /system TEXT   say what the model is to be, from the next message on; without TEXT: nothing
@@ -187,6 +189,8 @@ class Dialogue:
         elif line.strip():
             question = "\n\n".join([*self._files, line.strip()])
             self._files.clear()
+            if len(question.encode()) > MESSAGE_BYTES:
+                raise ValueError(_TOO_LONG)
             self._ask(question)
 
     def _ask(self, question: str) -> None:
@@ -237,7 +241,7 @@ class Dialogue:
         except OSError as error:
             raise ValueError(f"/file {path}: {error.strerror}") from None
         if len(data) > room:
-            raise ValueError(f"/file {path}: a message may have {MESSAGE_BYTES >> 20} MiB, files included")
+            raise ValueError(f"/file {path}: {_TOO_LONG}")
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError:

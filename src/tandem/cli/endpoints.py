@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, complain
-from tandem.cli.up import port
+from tandem.cli.flags import port
 
 if TYPE_CHECKING:
     from tandem.local.record import Found

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from tandem.cli import ENVIRONMENT, OK, complain
+from tandem.cli.flags import port
 from tandem.cli.render import add_settings, settings
-from tandem.cli.up import port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
-from tandem.cli.up import host
+from tandem.cli.flags import host
 
 if TYPE_CHECKING:
     from tandem.sim import EngineSpec, VllmArgs

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.cli import ENVIRONMENT, FAILURE, OK, USAGE, complain
+from tandem.cli.flags import engine, host, port, seconds
 
 if TYPE_CHECKING:
     from tandem.api import Endpoint
@@ -82,41 +82,6 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start also where the engines take more memory than is available",
     )
-
-
-def host(text: str) -> str:
-    from tandem.config.engines import listening_host
-
-    try:
-        return listening_host(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
-    return int(text)
-
-
-def engine(text: str) -> str:
-    """An engine as the router's flags have it."""
-    from tandem.config import engine_spec
-
-    try:
-        return engine_spec(text).text
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
-    return value
 
 
 def _vllm_python() -> str:

@@ -25,7 +25,7 @@ DECODE_SHARE = 0.25
 
 CORE_FLOPS = 1.1e11
 """Floating-point operations a second of one core in prefill: SmolLM2-135M in bfloat16 at 520 tokens/s, on a
-core with AVX-512 (docs/performance.md). Where a core is slower, streams wait longer by as much."""
+core with AVX-512. Where a core is slower, streams wait longer by as much."""
 
 FEWEST_SEQUENCES = 32
 """A step has room for a token of each of so many streams at least, whatever the target."""

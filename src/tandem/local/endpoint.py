@@ -72,7 +72,8 @@ class RunningEndpoint:
             member.become("starting", doing[member.spec.name])
         self.save()
 
-    def is_up(self) -> None:
+    def came_up(self) -> None:
+        """All are up, and proved."""
         for member in self.members:
             member.become("ready")
         self._state.become("running")
@@ -112,16 +113,12 @@ class RunningEndpoint:
 
 
 @asynccontextmanager
-async def running(
-    plan: LocalPlan, *, on_progress: OnProgress, ready_timeout: float | None = None
-) -> AsyncIterator[RunningEndpoint]:
+async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[RunningEndpoint]:
     """Start a plan; the block runs once a canary has gone through every path. Stops all on the way out.
-    `ready_timeout`: seconds, in place of the plan's own.
 
     Raises ProcessDied when a process ends first, with the cause from its log; LocalError on time-out, or when
     the endpoint runs already.
     """
-    ready_timeout = plan.ready_timeout if ready_timeout is None else ready_timeout
     with hold(plan.logs) as lock:
         remove_old(plan.logs)
         async with reaper(lock) as guard:
@@ -132,8 +129,8 @@ async def running(
                     make_private(plan.sockets)
                     guard.made(plan.sockets)
                 await endpoint.start()
-                await _until_ready(endpoint, on_progress, ready_timeout)
-                endpoint.is_up()
+                await _until_ready(endpoint, on_progress)
+                endpoint.came_up()
                 yield endpoint
             except Exception as error:
                 why = str(error) or type(error).__name__
@@ -142,7 +139,8 @@ async def running(
                 await endpoint.stop(why)
 
 
-async def _until_ready(endpoint: RunningEndpoint, on_progress: OnProgress, timeout: float) -> None:
+async def _until_ready(endpoint: RunningEndpoint, on_progress: OnProgress) -> None:
+    timeout = endpoint.plan.ready_timeout
     waits_for: list[str] = []
 
     def progress(doing: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.api.problem import one_line
+from tandem.local import proc
 
 _LISTENING = "0A"
 _PROC = Path("/proc")
@@ -26,11 +27,8 @@ class Listener:
 
     def endpoint(self) -> Listener:
         """The `tandem up` or `tandem demo` that a router belongs to, else the process itself."""
-        try:
-            parent = int((_PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            return self
-        starter = _process(parent)
+        parent = proc.parent(self.pid)
+        starter = None if parent is None else _process(parent)
         return starter if starter is not None and starter._tandem[1:2] in (("up",), ("demo",)) else self
 
     @property

@@ -33,7 +33,6 @@ from tandem.local.attached import AttachedEngine
 from tandem.local.builtin import builtin_folder, builtin_model
 from tandem.local.errors import ResourceError, raise_all
 from tandem.local.fields import without_local_meaning
-from tandem.local.manifest import read_manifest
 from tandem.local.ports import engine_ports
 from tandem.local.preflight import Start, problems
 from tandem.local.process import ProcessSpec
@@ -108,12 +107,6 @@ class LocalPlan:
             "unusedFields": list(self.unused_fields),
             "logs": str(self.logs),
         }
-
-
-def read_endpoint(file: Path | None) -> tuple[Endpoint, dict[str, Any]]:
-    """The endpoint of a manifest, or the built-in one, and how it is written."""
-    manifest = read_manifest(file)
-    return manifest.endpoint, manifest.raw
 
 
 def make_plan(

@@ -10,7 +10,7 @@ from pathlib import Path
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Positions in /proc/PID/stat behind the command's name, see proc_pid_stat(5).
-_STATE, _GROUP, _TIMES, _STARTED, _PAGES = 0, 2, slice(11, 15), 19, 21
+_STATE, _PARENT, _GROUP, _TIMES, _STARTED, _PAGES = 0, 1, 2, slice(11, 15), 19, 21
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ def started(pid: int) -> int | None:
     process there has been. None of one that is not there, or has ended."""
     fields = _stat(pid)
     return int(fields[_STARTED]) if fields and fields[_STATE] != "Z" else None
+
+
+def parent(pid: int) -> int | None:
+    """The process that has started another, or has adopted it; None of one that is not there."""
+    fields = _stat(pid)
+    return int(fields[_PARENT]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:

@@ -17,7 +17,9 @@ from tandem.local.log import cause_of_death, error_in, mark_restart
 
 _STOP_SECONDS = 10.0
 _CHILDREN_SECONDS = 3.0
-_OF_SIGNAL = {signal.SIGKILL: "; so the kernel ends processes when memory runs out (`dmesg` tells)"}
+_OF_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: "; so the kernel ends processes when memory runs out (`dmesg` tells)"
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ class Process:
         code = await self._child.wait()
         if code >= 0:
             return f"{self.spec.name} ended with exit code {code}: {cause_of_death(self.log)}"
-        number = signal.Signals(-code)
-        why = error_in(self.log) or "no error in its log" + _OF_SIGNAL.get(number, "")
-        return f"{self.spec.name} was killed by {number.name}: {why}"
+        why = error_in(self.log) or "no error in its log" + _OF_SIGNAL.get(-code, "")
+        return f"{self.spec.name} was killed by {signal_name(-code)}: {why}"
 
     async def died(self) -> None:
         """Return never; raise ProcessDied with the log's own words when the process ends."""
@@ -124,6 +125,11 @@ class Process:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+def signal_name(number: int) -> str:
+    """Real-time signals have no names of their own."""
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 @contextlib.contextmanager

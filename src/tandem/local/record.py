@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
 import time
 from collections.abc import Iterator
@@ -113,9 +112,9 @@ class Found:
 
 def find(name: str | None = None, port: int | None = None) -> list[Found]:
     """This user's endpoints, those that run and those that have ended, by name and port."""
-    pattern = f"{glob.escape(name) if name else '*'}/{port or '*'}/{_STATE}"
-    folders = [file.parent for file in sorted(paths.states().glob(pattern))]
-    return [Found(f, state, is_running(f)) for f in folders if (state := load(f)) is not None]
+    folders = [file.parent for file in sorted(paths.states().glob(f"*/*/{_STATE}"))]
+    meant = [f for f in folders if name in (None, f.parent.name) and (port is None or f.name == str(port))]
+    return [Found(f, state, is_running(f)) for f in meant if (state := load(f)) is not None]
 
 
 def load(folder: Path) -> EndpointState | None:

@@ -22,8 +22,8 @@ _LOOK_STARTING, _LOOK = 1.0, 5.0
 _ANSWER_SECONDS = 5.0
 _TOLD_HUNG = 15.0
 _WORKS = 0.3
-"""CPU seconds a second from which on a silent process is taken to work. An engine that idles uses 0.06 to
-0.12, for its timers and NIXL's thread; one deep in a prefill uses a core, or its share of one."""
+"""CPU seconds a second from which on a silent process is taken to work. Timers and NIXL's thread take less: a
+test holds a whole idle endpoint below 0.1. An engine deep in a prefill uses a core, or its share of one."""
 
 Health = Callable[[str], Awaitable[int]]
 """The status with which a process at a URL answers; 0 of one that does not."""

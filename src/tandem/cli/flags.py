@@ -1,0 +1,47 @@
+"""Values of flags that several commands have: each as it is meant, or what argparse says is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def host(text: str) -> str:
+    from tandem.config.engines import listening_host
+
+    try:
+        return listening_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
+    return int(text)
+
+
+def engine(text: str) -> str:
+    """An engine as the router's flags have it."""
+    from tandem.config import engine_spec
+
+    try:
+        return engine_spec(text).text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return value
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number greater than 0")
+    return int(text)
