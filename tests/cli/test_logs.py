@@ -74,7 +74,7 @@ def test_the_one_that_runs_is_meant(tandem_command: Tandem) -> None:
     assert len(tandem_command("logs", "router", "--port", 8001).out.splitlines()) == 100
 
 
-@pytest.mark.parametrize("count", ["-1", "many"])
+@pytest.mark.parametrize("count", ["-1", "many", "10000000000000000000000"])
 def test_a_number_of_lines_that_is_none_is_refused(tandem_command: Tandem, count: str) -> None:
     done = tandem_command("logs", f"--lines={count}")
     assert done.code == 2

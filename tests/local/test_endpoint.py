@@ -402,3 +402,11 @@ async def test_an_error_in_the_block_or_a_cancel_stops_all(box: Box) -> None:
         await task
     assert len(box.pids) == 4
     assert box.all_gone()
+
+
+@pytest.mark.parametrize("page", ["[]", "7", "null", '"ready"'])
+async def test_a_program_that_is_no_router_is_told(page: str) -> None:
+    answer = httpx.MockTransport(lambda request: httpx.Response(200, text=page))
+    async with httpx.AsyncClient(transport=answer) as client:
+        told = await endpoint_module.what_router_waits_for(client, "http://127.0.0.1:8000")
+    assert told == "what answers on its port is no router of Tandem's"

@@ -188,4 +188,6 @@ async def what_router_waits_for(client: httpx.AsyncClient, url: str) -> str:
         status = (await client.get(f"{url}/ready")).json()
     except (httpx.TransportError, ValueError):
         return "the router does not answer"
+    if not isinstance(status, dict):
+        return "what answers on its port is no router of Tandem's"
     return str(status.get("reason") or "; ".join(status.get("unproved", [])))
