@@ -11,7 +11,7 @@ import signal
 import sys
 import termios
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +378,16 @@ class Terminal:
     def interrupt(self) -> None:
         self._child.send_signal(signal.SIGINT)
 
+    async def interrupted(self, pattern: str) -> None:
+        """Interrupt it until it shows the pattern: between the writing of its prompt and the wait for keys
+        Python keeps an interrupt for the next key."""
+        while True:
+            self.interrupt()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self.shows(pattern)
+                return
+
     async def shows(self, pattern: str) -> str:
         """Wait for it; returns what came up to its end, which is then forgotten."""
         while (found := re.search(pattern, self.shown)) is None:
@@ -412,8 +422,7 @@ async def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
         terminal.interrupt()
         await terminal.shows(r"path unknown · .*stopped\n\n> ")
         await parrot.gone.wait()
-        terminal.interrupt()
-        await terminal.shows("/quit or Ctrl-D ends the chat\n")
+        await terminal.interrupted("/quit or Ctrl-D ends the chat\n")
         terminal.type("again\n")
         await terminal.shows(r"again \npath unknown")
         assert [m["content"] for m in parrot.asked[1]["messages"]] == ["talk on", "talk on ", "again"]
