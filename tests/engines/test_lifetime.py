@@ -173,8 +173,10 @@ async def test_two_prefillers_and_two_decoders_share_the_work(
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=2, decode=2)))
     try:
         counter = load(tiny)
-        used = set()
-        for _ in range(8):
+        used: set[str] = set()
+        for number in range(60):  # at first less is sent to the engine that came up last
+            if number >= 8 and used == {*up.prefill, *up.decode}:
+                break
             prompt = fresh_prompt(counter, 600)
             answer = await greedy(client, up.url, prompt, max_tokens=16)
             prefiller, decoder = answer.headers["x-tandem-prefill-url"], answer.headers["x-tandem-decode-url"]
