@@ -170,6 +170,23 @@ class Endpoint:
 
 
 @asynccontextmanager
+async def answering(status: int, *parts: bytes) -> AsyncIterator[str]:
+    """An endpoint that answers everything with these bytes."""
+
+    async def answer(request: Request, responder: Responder) -> None:
+        responder.start(status, SSE)
+        for part in parts:
+            responder.write(part)
+        responder.finish()
+
+    running = await serve(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{running.port}"
+    finally:
+        await running.close()
+
+
+@asynccontextmanager
 async def serving(endpoint: Endpoint) -> AsyncIterator[Endpoint]:
     """Serve a router and its engines on free ports."""
     parts = (endpoint, endpoint.prefill, endpoint.decode)

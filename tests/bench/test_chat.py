@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from tandem.bench.chat import TimedAnswer, timed_chat
 from tandem.bench.stream import RequestFailed
 from tandem.http import Request, Responder, serve
 
-from .fakes import SSE, event, token_event
+from .fakes import SSE, answering, event, token_event
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -22,24 +21,9 @@ async def ask(
     *parts: bytes, status: int = 200, clock: Iterator[float] | None = None, **options: Any
 ) -> TimedAnswer:
     """The answer to a request that is answered with these bytes."""
-    async with server(*parts, status=status) as url, httpx.AsyncClient(trust_env=False) as client:
+    async with answering(status, *parts) as url, httpx.AsyncClient(trust_env=False) as client:
         ticks = clock or iter(range(100))
         return await timed_chat(client, url, BODY, clock=lambda: next(ticks), **options)
-
-
-@asynccontextmanager
-async def server(*parts: bytes, status: int) -> AsyncIterator[str]:
-    async def answer(request: Request, responder: Responder) -> None:
-        responder.start(status, SSE)
-        for part in parts:
-            responder.write(part)
-        responder.finish()
-
-    running = await serve(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{running.port}"
-    finally:
-        await running.close()
 
 
 DONE = b"data: [DONE]\n\n"

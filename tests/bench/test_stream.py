@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -12,31 +10,13 @@ import pytest
 
 from tandem.bench import stream as stream_module
 from tandem.bench.stream import RequestFailed, chat_stream, message_of, served_models
-from tandem.http import Request, Responder, serve
 
-from .fakes import SSE, event
-
-
-@asynccontextmanager
-async def serving(status: int, *parts: bytes) -> AsyncIterator[str]:
-    """An endpoint that answers everything with these bytes."""
-
-    async def answer(request: Request, responder: Responder) -> None:
-        responder.start(status, SSE)
-        for part in parts:
-            responder.write(part)
-        responder.finish()
-
-    running = await serve(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{running.port}"
-    finally:
-        await running.close()
+from .fakes import answering, event
 
 
 async def events(*parts: bytes, status: int = 200) -> list[dict[str, Any]]:
     async with (
-        serving(status, *parts) as url,
+        answering(status, *parts) as url,
         httpx.AsyncClient(trust_env=False) as client,
         chat_stream(client, url, {"model": "m"}) as stream,
     ):
@@ -127,7 +107,7 @@ async def test_an_errors_body_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def models(body: bytes, status: int = 200) -> list[str]:
-    async with serving(status, body) as url, httpx.AsyncClient(trust_env=False) as client:
+    async with answering(status, body) as url, httpx.AsyncClient(trust_env=False) as client:
         return await served_models(client, url)
 
 
