@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,8 +268,17 @@ def always(smollm2: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         *("--prefill", *smollm2.prefill, "--decode", *smollm2.decode, "--routing-threshold", "0"),
         *("--model-path", smollm2.plan["model"], "--explain", "--drain-timeout", "5"),
     ]
+    with ready(command, port, log) as url:
+        yield url
+
+
+@contextmanager
+def ready(
+    command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """The URL of a router that a command starts on a port, once it is ready."""
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(process, f"{url}/ready", log)

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.bench.proof import long_prompt
 
-from .conftest import Up, free_port, roleless_engines, wait_for
+from .conftest import Up, free_port, ready, roleless_engines
 
 
 @contextmanager
@@ -25,17 +25,8 @@ def attached(smollm2: Up, folder: Path) -> Iterator[str]:
         *(sys.executable, "-m", "tandem", "up", "--port", str(port)),
         *("--prefill-url", *smollm2.prefill, "--decode-url", *smollm2.decode),
     ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, "XDG_STATE_HOME": str(folder)}
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(process, f"{url}/ready", log)
+    with ready(command, port, log, {**os.environ, "XDG_STATE_HOME": str(folder)}) as url:
         yield url
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0
 
 
 def test_a_chat_shows_the_path_of_a_short_and_of_a_long_prompt(smollm2: Up, tmp_path: Path) -> None:
