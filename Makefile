@@ -1,6 +1,11 @@
 # Everything runs in .venv, which each target sets up first. See README.md.
 PYTHON ?= python3
 VENV_BIN := .venv/bin
+PYTEST := $(VENV_BIN)/python -m pytest
+
+# Real engines and clusters have the machine to themselves; of the other tests several files run at a time.
+APART := tests/cluster tests/engines
+TOGETHER := --numprocesses=auto --maxprocesses=4 --dist=loadfile $(APART:%=--ignore=%)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-local bench-operator soak check format clean
@@ -20,13 +25,15 @@ demo: setup ## Prove disaggregation on this machine with real engines
 	@$(VENV_BIN)/tandem demo $(ARGS)
 
 test: dev ## Run the tests (unit tests and one shared pair of real engines)
-	$(VENV_BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow" $(TOGETHER)
+	$(PYTEST) -m "not slow" $(APART)
 
 test-all: dev ## Run every test, as CI does
-	$(VENV_BIN)/python -m pytest
+	$(PYTEST) $(TOGETHER)
+	$(PYTEST) $(APART)
 
 tables: dev ## Write the tables of docs/ that show what tests see
-	$(VENV_BIN)/python -m pytest -m table --write-docs
+	$(PYTEST) -m table --write-docs
 
 bench-timing: dev ## Compare the simulator's times with a real pair's; writes docs/simulator.md
 	$(VENV_BIN)/python benchmarks/timing/run.py

@@ -22,6 +22,8 @@ from tandem.api.crd import NAME, crd
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 90
+KUBECTL_SECONDS = 120
+"""Most that a command takes: one that waits for what does not come is a failure, not a test that hangs."""
 TOKEN = "test"
 
 
@@ -43,7 +45,9 @@ class ApiServer:
         """Run kubectl; `stdin` is text, or an object that is given as JSON."""
         text = stdin if stdin is None or isinstance(stdin, str) else json.dumps(stdin)
         argv = [str(self.kubectl_path), f"--kubeconfig={self.kubeconfig}", *words]
-        return subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            argv, input=text, capture_output=True, text=True, check=False, timeout=KUBECTL_SECONDS
+        )
 
     def get(self, *words: str, stdin: Any = None) -> Any:
         """The object that kubectl prints."""

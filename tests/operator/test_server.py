@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from ..api.conftest import ApiServer, _assets
 from .endpoints import ROUTER_NAMESPACE, VARIANTS, rendered
 
 
-@pytest.fixture(scope="session")
-def server(bare_api_server: ApiServer) -> ApiServer:
-    """With KEDA's definitions and the namespaces that endpoints live in."""
+@pytest.fixture(scope="module")
+def server(bare_api_server: ApiServer) -> Iterator[ApiServer]:
+    """With KEDA's definitions, which other tests go without, and the namespaces that endpoints live in."""
     definitions = Path(_assets()) / "keda-crds.yaml"
     if not definitions.exists():
         pytest.skip("needs keda-crds.yaml beside kube-apiserver (KUBEBUILDER_ASSETS)")
@@ -26,7 +27,9 @@ def server(bare_api_server: ApiServer) -> ApiServer:
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
         done = bare_api_server.kubectl("apply", "--server-side", "-f", "-", stdin=made)
         assert done.returncode == 0, done.stderr
-    return bare_api_server
+    yield bare_api_server
+    done = bare_api_server.kubectl("delete", "-f", str(definitions))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.timeout(300)  # the first one waits for the server

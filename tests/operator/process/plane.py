@@ -29,7 +29,6 @@ from ..endpoints import ROUTER_NAMESPACE, changed
 
 T = TypeVar("T")
 
-KUBECTL_SECONDS = 60
 _QUICK = ("--kube-api-qps=1000", "--kube-api-burst=2000")
 _MANY = "10000"
 INSTANCE_TYPE = "ml.p5en.48xlarge"
@@ -185,6 +184,16 @@ class Cluster:
 
     async def endpoints(self, namespace: str) -> list[Object]:
         return (await self.client.list(ENDPOINT, namespace)).items
+
+    async def forget(self, namespace: str) -> None:
+        """Its endpoints are gone, whether an operator runs or not; what they owned goes after them. The
+        namespace stays: one that is being deleted while the API server restarts goes without its endpoints,
+        which its controller does not know of yet."""
+        while found := await self.endpoints(namespace):
+            for name in (each["metadata"]["name"] for each in found):
+                patch = {"metadata": {"finalizers": None}}
+                await self.client.patch(ENDPOINT, name, namespace, patch, manager="tests")
+                await self.client.delete(ENDPOINT, name, namespace)
 
     async def objects(self, namespace: str) -> dict[str, Object]:
         """Of the namespace's endpoints, wherever they are, by kind and name."""

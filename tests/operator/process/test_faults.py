@@ -52,10 +52,7 @@ async def namespace(kube: Cluster, request: pytest.FixtureRequest) -> AsyncItera
     name = f"t{abs(hash(request.node.name)) % 10**10}"
     await kube.namespace(name)
     yield name
-    await kube.kubectl("delete", "namespace", name, "--wait=false")
-    for found in await kube.endpoints(name):
-        patch = ("--type=merge", "-p", '{"metadata":{"finalizers":null}}')
-        await kube.kubectl("patch", "iec", found["metadata"]["name"], "-n", name, *patch)
+    await kube.forget(name)
 
 
 def wanted(namespace: str, *names: str) -> set[str]:
@@ -244,8 +241,6 @@ async def test_an_api_server_that_is_away_is_outlived(kube: Cluster, namespace: 
         changed = {name for name in after if after[name] != before[name]} - deployed - budgets
         assert not changed, "what was as it should be was not written again"
         assert "Traceback" not in operator.log
-        # The namespaces' controller may not know of endpoints yet after a restart, and leave them behind.
-        await kube.kubectl("delete", "iec", "--all", "-n", namespace)
 
 
 @pytest.mark.slow
@@ -273,7 +268,6 @@ async def test_a_namespace_that_is_deleted_goes_with_what_its_endpoints_have_els
         assert sent["patch"] < 40 * len(NAMES), "it does not try for ever"
         assert sent["create"] < 10 * len(NAMES)
         assert "Traceback" not in operator.log
-    await kube.namespace(namespace)  # for the fixture
 
 
 async def ended(operator: Operator) -> tuple[int, str]:
