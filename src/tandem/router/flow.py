@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 from tandem.config import RouterConfig
 from tandem.http import Request, Responder
+from tandem.router.answer import Answer
 from tandem.router.body import Body
 from tandem.router.choosing import Choosing, FallBack, Pair
 from tandem.router.classify import Api, refuse_internal
@@ -76,15 +77,18 @@ class Flow:
     async def serve(self, request: Request, responder: Responder, api: Api | None) -> None:
         """Answer one generation request, whatever happens to it. `api`: None where its body says which."""
         rid = request_id(request)
+        answer = Answer(responder)
         job: Job | None = None
         admitted, outcome = False, "failed"
         try:
-            job = await self.accept(request, responder, api, rid)
+            job = await self.accept(request, answer, api, rid)
             async with self._gate.passing():
                 admitted = True
                 self._retries.request()
-                await self._choosing.decide(job)
-                outcome = await self._generate(job)
+                heartbeat = self._config.heartbeat if job.body.get("stream") is True else None
+                with answer.beating(heartbeat, [_id_field(rid)]):
+                    await self._choosing.decide(job)
+                    outcome = await self._generate(job)
         except asyncio.CancelledError:
             outcome = "client_left"
             raise
@@ -92,19 +96,17 @@ class Flow:
             outcome = "rejected" if error.status < 500 or isinstance(error, TooManyRequests) else "failed"
             said = "it is told why; that may quote the prompt" if error.quotes else error.message
             logger.warning("%s ends with HTTP %d: %s", rid, error.status, said)
-            if responder.started:
-                responder.write(error.event())
-                responder.abort()
+            if answer.started:
+                answer.break_off(error.event())
             else:
-                headers = [*error.headers(), (b"x-request-id", rid.encode())]
-                responder.send(error.status, headers, error.body())
+                answer.send(error.status, [*error.headers(), _id_field(rid)], error.body())
         finally:
             path, reason = _labels(job, admitted)
             self._metrics.requests.labels(path, reason, outcome).inc()
             if job is not None and job.prompt.tokens is not None:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
 
-    async def accept(self, request: Request, responder: Responder, api: Api | None, rid: str = "-") -> Job:
+    async def accept(self, request: Request, answer: Answer, api: Api | None, rid: str = "-") -> Job:
         """Read a request. Raises ApiError for one that may not be served."""
         arrived = self._clock()
         body = await self._reading.read(request.body)
@@ -114,7 +116,7 @@ class Flow:
         model = self._check_model(body)
         return Job(
             request=request,
-            responder=responder,
+            answer=answer,
             api=api,
             body=body,
             id=rid,
@@ -249,7 +251,7 @@ class Flow:
         # A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once.
         if not self._may_fall_back(job):
             if (said := job.rejection) is not None:
-                job.responder.send(said.status, to_client(said.headers, job.id), said.body)
+                job.answer.send(said.status, to_client(said.headers, job.id), said.body)
                 return "rejected"
             raise unavailable(
                 "No prefill engine can take this prompt, and decode engines compute as many long prompts "
@@ -304,7 +306,7 @@ class Flow:
             outcome = await self._decoding.run(job, decoder, handover, first)
         except LegFailed as failure:
             self._note_failure(job, failure)
-            if job.responder.started:
+            if job.answer.started:
                 raise bad_gateway(
                     f"The answer broke off: the {decoder.kind} failed ({failure.reason})."
                 ) from None
@@ -357,13 +359,17 @@ class Flow:
         """The last failure is final: the engine's own error where it gave one."""
         if failure.reply is None:
             raise bad_gateway(f"The {failure.engine.kind} failed ({failure.reason}).")
-        job.responder.send(failure.reply.status, failure.reply.headers, failure.reply.body)
+        job.answer.send(failure.reply.status, failure.reply.headers, failure.reply.body)
         return "failed"
 
     def _log_routing(self, job: Job, target: str, seconds: float) -> None:
         logger.info(
             "Routing request %s to %s at %.3f, process time = %.4f", job.id, target, time.time(), seconds
         )
+
+
+def _id_field(rid: str) -> tuple[bytes, bytes]:
+    return b"x-request-id", rid.encode()
 
 
 def _labels(job: Job | None, admitted: bool) -> tuple[str, str]:
