@@ -30,7 +30,9 @@ class Pair:
         return self.certificate.public_bytes(Encoding.PEM)
 
     def key_pem(self, passphrase: bytes | None = None) -> bytes:
-        how: KeySerializationEncryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+        how: KeySerializationEncryption = (
+            BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+        )
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how)
 
     @property

@@ -46,12 +46,36 @@ CUTS = st.lists(st.integers(0), max_size=8)
 # What has a meaning in HTTP, and what is often mistaken for it.
 _WORDS = st.sampled_from(
     [
-        *(b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"\n\n", b"\r\r\n", b"\0", b" ", b"\t", b"\x0b", b"\x85", b"\xa0"),
+        *(
+            b"\r",
+            b"\n",
+            b"\r\n",
+            b"\r\n\r\n",
+            b"\n\n",
+            b"\r\r\n",
+            b"\0",
+            b" ",
+            b"\t",
+            b"\x0b",
+            b"\x85",
+            b"\xa0",
+        ),
         *(b":", b",", b";", b"=", b'"', b"0", b"1", b"-1", b"+1", b"0x1", b"f", b"0\r\n\r\n", b"1\r\na\r\n"),
         *(b"content-length", b"content-length: 1\r\n", b"content-length: 2\r\n", b"content_length: 1\r\n"),
         *(b"transfer-encoding: chunked\r\n", b"transfer-encoding: identity\r\n", b"chunked", b"identity"),
-        *(b"connection: close\r\n", b"connection: upgrade\r\n", b"upgrade: h2c\r\n", b"expect: 100-continue\r\n"),
-        *(b"host: b\r\n", b"HTTP/1.0", b"HTTP/1.1", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"HTTP/1.1 200 OK\r\n"),
+        *(
+            b"connection: close\r\n",
+            b"connection: upgrade\r\n",
+            b"upgrade: h2c\r\n",
+            b"expect: 100-continue\r\n",
+        ),
+        *(
+            b"host: b\r\n",
+            b"HTTP/1.0",
+            b"HTTP/1.1",
+            b"GET / HTTP/1.1\r\nhost: a\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\n",
+        ),
     ]
 )
 

@@ -54,15 +54,20 @@ async def test_pages_may_set_what_they_ask_for_where_no_headers_are_named(
     start: StartServer, connect: Connect
 ) -> None:
     peer = await peer_of(start, connect, ALL)
-    answer = await peer.request("OPTIONS", "/", asking("https://any.example", "authorization, x-stainless-os"))
+    answer = await peer.request(
+        "OPTIONS", "/", asking("https://any.example", "authorization, x-stainless-os")
+    )
     assert answer.headers[b"access-control-allow-headers"] == b"authorization, x-stainless-os"
     assert answer.headers[b"access-control-allow-origin"] == b"*"
     assert b"vary" not in answer.headers
-    assert b"access-control-allow-headers" not in told(await peer.request("OPTIONS", "/", asking("https://b")))
+    assert b"access-control-allow-headers" not in told(
+        await peer.request("OPTIONS", "/", asking("https://b"))
+    )
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "https://app.example.evil", "http://app.example", "null", "*", APP + "/", ""]
+    "origin",
+    ["https://evil.example", "https://app.example.evil", "http://app.example", "null", "*", APP + "/", ""],
 )
 async def test_other_pages_are_not_let_in(start: StartServer, connect: Connect, origin: str) -> None:
     peer = await peer_of(start, connect, ONE)

@@ -74,8 +74,8 @@ def read_by_h11(data: bytes) -> tuple[list[Read], str | None]:
 
 
 def comparable(read: Read) -> Read:
-    """Without what both parsers may change: h11 writes `chunked` in lower case, and ours forgets an upgrade that
-    it declines."""
+    """Without what both parsers may change: h11 writes `chunked` in lower case, and ours forgets an upgrade
+    that it declines."""
     method, target, headers, body = read
     kept = [(n, v.lower() if n == b"transfer-encoding" else v) for n, v in headers if n != b"upgrade"]
     return method, target, kept, body
@@ -93,16 +93,20 @@ def test_reads_what_h11_reads_however_it_is_split(data: bytes, cuts: list[int]) 
     assert ([as_h11_would(request) for request in requests], None) == read_by_h11(data)
 
 
-@examples(1000)
+@examples(400)
 @given(DAMAGED)
 def test_never_reads_a_damaged_request_differently_from_h11(data: bytes) -> None:
     ours, _ = parse(data, limits=ROOMY)
-    theirs, _ = read_by_h11(data)
+    theirs, error = read_by_h11(data)
     for our, their in zip(ours, theirs, strict=False):
         assert as_h11_would(our) == comparable(their)
+    if error is not None and len(ours) > len(theirs):
+        # llhttp passes over blank lines before a request and a second space in its first line, and takes RTSP
+        # and ICE for HTTP/1.0. In all else h11 is the more lenient.
+        assert error.startswith(("no request line", "illegal request line"))
 
 
-@examples(500)
+@examples(200)
 @given(DAMAGED, CUTS)
 def test_splits_change_nothing(data: bytes, cuts: list[int]) -> None:
     ours, refusal = parse(data, limits=ROOMY)
@@ -111,7 +115,7 @@ def test_splits_change_nothing(data: bytes, cuts: list[int]) -> None:
     assert (refusal_again and refusal_again.status) == (refusal and refusal.status)
 
 
-@examples(500)
+@examples(200)
 @given(DAMAGED)
 def test_what_is_taken_is_one_request_when_it_is_sent_on(data: bytes) -> None:
     """Nothing that a client sends can become more than it was on the way to an engine."""
@@ -127,7 +131,7 @@ def test_what_is_taken_is_one_request_when_it_is_sent_on(data: bytes) -> None:
         assert read == [(request.method.encode(), request.target, fields, request.body)]
 
 
-@examples(300)
+@examples(200)
 @given(st.binary(max_size=300), CUTS)
 def test_any_bytes_end_in_requests_or_a_refusal(data: bytes, cuts: list[int]) -> None:
     head = b"POST / HTTP/1.1\r\nhost: a\r\n"

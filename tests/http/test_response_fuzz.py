@@ -73,7 +73,9 @@ def test_takes_for_broken(data: bytes, error: type[HTTPClientError]) -> None:
 
 KNOWN = st.sampled_from(sorted({*WHOLE.values(), *(d for d, _ in BROKEN.values() if len(d) < 500)}))
 NAMES = st.sampled_from(["x-a", "x-b", "Server", "Content-Type"])
-VALUES = st.text(alphabet='abc ,;=/"\t\x80ÿ', max_size=12).map(lambda text: text.strip(" \t").encode("latin-1"))
+VALUES = st.text(alphabet='abc ,;=/"\t\x80ÿ', max_size=12).map(
+    lambda text: text.strip(" \t").encode("latin-1")
+)
 
 
 @st.composite
@@ -134,7 +136,7 @@ def test_reads_what_h11_reads_however_it_is_split(data: bytes, cuts: list[int]) 
     assert comparable(read.response.status, read.response.headers, read.body) == comparable(*theirs)
 
 
-@examples(500)
+@examples(250)
 @given(damaged(valid() | KNOWN))
 def test_never_reads_a_damaged_answer_differently_from_h11(data: bytes) -> None:
     read, theirs = Read(data), read_by_h11(data)
@@ -142,13 +144,13 @@ def test_never_reads_a_damaged_answer_differently_from_h11(data: bytes) -> None:
         assert comparable(read.response.status, read.response.headers, read.body) == comparable(*theirs)
 
 
-@examples(300)
+@examples(150)
 @given(damaged(valid() | KNOWN), CUTS)
 def test_splits_change_nothing(data: bytes, cuts: list[int]) -> None:
     assert Read(data, cuts).outcome() == Read(data).outcome()
 
 
-@examples(300)
+@examples(150)
 @given(damaged(valid() | KNOWN))
 def test_what_is_taken_can_be_relayed(data: bytes) -> None:
     """An engine cannot make more of its answer than one on the way to a client."""
@@ -158,7 +160,7 @@ def test_what_is_taken_can_be_relayed(data: bytes) -> None:
         assert head.count(b"\n") == 1 + len(read.response.headers)
 
 
-@examples(300)
+@examples(150)
 @given(st.binary(max_size=300), CUTS)
 def test_any_bytes_end_in_an_answer_or_an_error(data: bytes, cuts: list[int]) -> None:
     chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

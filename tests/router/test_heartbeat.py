@@ -1,4 +1,4 @@
-"""`--heartbeat`: comment lines for as long as there is no byte of a streamed answer, and what they commit to."""
+"""`--heartbeat`: comment lines while there is no byte of a streamed answer, and what they commit to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,21 @@ import pytest
 from tandem.http import Responder, StreamScan
 
 from .conftest import CHAT, LONG, SHORT, Endpoint, Start
-from .fakes import DONE, ERROR, JSON, ROLE, FakeEngine, OnGenerate, Seen, broken, chunk, eventually, hang, reads_kv, streams
+from .fakes import (
+    DONE,
+    ERROR,
+    JSON,
+    ROLE,
+    FakeEngine,
+    OnGenerate,
+    Seen,
+    broken,
+    chunk,
+    eventually,
+    hang,
+    reads_kv,
+    streams,
+)
 
 BEAT = b": heartbeat\n\n"
 OFTEN = 0.02
@@ -70,7 +84,9 @@ async def test_a_long_prefill_is_bridged_and_the_answer_follows_byte_for_byte(
     assert [outcome for *_, outcome in await endpoint.outcomes()] == ["ok"]
 
 
-async def test_the_role_of_a_chat_is_held_back_with_heartbeats_too(start: Start, beats: asyncio.Event) -> None:
+async def test_the_role_of_a_chat_is_held_back_with_heartbeats_too(
+    start: Start, beats: asyncio.Event
+) -> None:
     endpoint = await start(heartbeat=OFTEN)
 
     async def thinks(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
@@ -176,7 +192,7 @@ def whole_answer(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
         (broken(500), "engine says 500", None, "failed"),
         (html, "The engine answered HTTP 422.", 422, "rejected"),
         (whole_answer, "The engine does not stream its answer.", 502, "failed"),
-        (streams(ERROR, DONE), "The decoder failed (in_band_error).", 502, "failed"),
+        (streams(ERROR, DONE), "The decode engine failed (in_band_error).", 502, "failed"),
     ],
     ids=["rejected", "failed", "html", "not a stream", "error event"],
 )
@@ -188,8 +204,7 @@ async def test_an_error_after_them_is_an_event_and_the_stream_does_not_look_whol
     head, received, whole = await streamed(endpoint, SHORT, beats)
     assert head.status_code == 200
     assert not whole
-    (event,) = received.split()[1:] if b" " not in received.strip()[6:] else [received.strip()[6:]]
-    error = json.loads(event)["error"]
+    error = json.loads(received.strip().removeprefix(b"data: "))["error"]
     assert error["message"] == message
     assert error.get("code") == code
     assert [o for *_, o in await endpoint.outcomes()] == [outcome]
@@ -243,16 +258,16 @@ async def test_openais_client_reads_past_them(start: Start, beats: asyncio.Event
 
     endpoint.decode[0].on_generate = after_three
     client = openai.AsyncOpenAI(base_url=f"{endpoint.client.base_url}/v1", api_key="-", max_retries=0)
-    text = ""
-    async with client:
+
+    async def said() -> str:
         stream = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "hi"}], stream=True, n=2
         )
-        try:
-            async for event in stream:
-                text += event.choices[0].delta.content or ""
-        except openai.APIError as error:
-            assert fails
-            assert "engine says 422" in str(error)
+        return "".join([event.choices[0].delta.content or "" async for event in stream])
+
+    async with client:
+        if fails:
+            with pytest.raises(openai.APIError, match="engine says 422"):
+                await said()
         else:
-            assert text == "Hello"
+            assert await said() == "Hello"

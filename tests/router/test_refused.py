@@ -101,8 +101,8 @@ async def test_hop_by_hop_headers_cross_in_neither_direction(start: Start, body:
         told = json.dumps(completion("x")).encode()
         responder._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: keep-alive, X-Hop\r\n"
-            b"x-hop: 1\r\nkeep-alive: timeout=1\r\nproxy-authenticate: x\r\ntrailer: x-late\r\nupgrade: h2c\r\n"
-            b"x-end: 1\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"x-hop: 1\r\nkeep-alive: timeout=1\r\nproxy-authenticate: x\r\ntrailer: x-late\r\n"
+            b"upgrade: h2c\r\nx-end: 1\r\ntransfer-encoding: chunked\r\n\r\n"
             b"%x\r\n%b\r\n0\r\nx-late: 1\r\n\r\n" % (len(told), told)
         )
         responder.started = responder.finished = True
@@ -111,9 +111,11 @@ async def test_hop_by_hop_headers_cross_in_neither_direction(start: Start, body:
     endpoint.decode[0].on_generate = answers
     sent = json.dumps(body).encode()
     got = await endpoint.raw(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close, X-Mine\r\nx-mine: 1\r\nte: trailers\r\n"
-        b"proxy-authorization: secret\r\nproxy-connection: x\r\nkeep-alive: timeout=9\r\ntrailer: x-late\r\n"
-        b"x-end: 1\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nx-late: 1\r\n\r\n" % (len(sent), sent)
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close, X-Mine\r\nx-mine: 1\r\n"
+        b"te: trailers\r\nproxy-authorization: secret\r\nproxy-connection: x\r\n"
+        b"keep-alive: timeout=9\r\ntrailer: x-late\r\n"
+        b"x-end: 1\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nx-late: 1\r\n\r\n"
+        % (len(sent), sent)
     )
     head, _, rest = got.partition(b"\r\n\r\n")
     assert json.loads(rest)["choices"][0]["text"] == "x"

@@ -13,7 +13,9 @@ class ClientsConfig:
     """Times are seconds, sizes are bytes."""
 
     max_connections: int = option(
-        "connections of clients at once; further ones are answered with 503", between(1, 1_000_000, int), 10_000
+        "connections of clients at once; further ones are answered with 503",
+        between(1, 1_000_000, int),
+        10_000,
     )
     max_head_bytes: int = option(
         "request line and header fields of one request, and as much again for the framing of its body",
@@ -51,9 +53,9 @@ class ClientsConfig:
         4.0,
     )
     heartbeat: float | None = option(
-        "send a comment line after so many seconds without a byte of a streamed answer, and again while there "
-        "is none, so that nothing in between takes it for dead. The first one commits to status 200: an error "
-        "after it is an event of the stream. Default: never",
+        "send a comment line after so many seconds without a byte of a streamed answer, and again while "
+        "there is none, so that nothing in between takes it for dead. The first one commits to status 200: "
+        "an error after it is an event of the stream. Default: never",
         between(0.1, 3600, float),
         None,
     )

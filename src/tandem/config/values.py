@@ -75,7 +75,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]
 def origin(text: str) -> str:
     """An origin as browsers send it: in lower case, without the scheme's own port; or `*`."""
     lower = text.lower()
-    scheme, _, authority = lower.partition("://")
+    scheme = lower.partition("://")[0]
     if lower != "*" and not _ORIGIN.fullmatch(lower):
         raise ValueError(f"{text!r} is no origin, as https://app.example or http://localhost:3000, and not *")
     own = {"http": ":80", "https": ":443"}.get(scheme)

@@ -167,7 +167,9 @@ class RequestParser:
         self._target = b""
         self._headers: Headers = []
         self._head_size = 0
-        self._body = bytearray()  # pieces in a list would cost more than what they hold: a chunk may be a byte
+        self._body = (
+            bytearray()
+        )  # pieces in a list would cost more than what they hold: a chunk may be a byte
 
     # Checks
 

@@ -8,6 +8,7 @@ see why its request was refused.
 import asyncio
 import logging
 import ssl
+from contextlib import suppress
 from typing import Any, cast
 
 log = logging.getLogger("tandem.http")
@@ -52,10 +53,8 @@ class TlsStream:
 
     def end(self) -> None:
         """Say that no more will be sent."""
-        try:
+        with suppress(ssl.SSLError):  # the peer has not said the same yet, and need not
             self._tls.unwrap()
-        except ssl.SSLError:
-            pass  # the peer has not said the same yet, and need not
 
     def to_send(self) -> bytes:
         """What is to be sent now."""
@@ -65,8 +64,8 @@ class TlsStream:
 class TlsConnection(asyncio.Protocol, asyncio.Transport):
     """The protocol of a socket, and the transport of the connection on top.
 
-    The connection is made with the socket's, before the handshake: who dawdles over that has no more time than
-    who dawdles over a request. What is written before it is done goes out after it.
+    The connection is made with the socket's, before the handshake: who dawdles over that has no more time
+    than who dawdles over a request. What is written before it is done goes out after it.
     """
 
     def __init__(self, context: ssl.SSLContext, protocol: asyncio.Protocol) -> None:
@@ -177,7 +176,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
     # Inside
 
     def _send_early(self) -> None:
-        early, self._early = self._early, bytearray()
+        early, self._early = bytes(self._early), bytearray()
         self._stream.send(early)
         if self._ended:
             self._end()

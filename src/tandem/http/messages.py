@@ -84,8 +84,8 @@ class Limits:
     """Request line and header fields; also the allowance for chunk framing and trailers."""
     body_bytes: int = 64 * 1024 * 1024
     head_timeout: float = 10.0
-    """From a request's first byte (of the first: from the connection's opening, TLS included) to the end of its
-    head."""
+    """From a request's first byte (of the first: from the connection's opening, TLS included) to the end of
+    its head."""
     keep_alive_timeout: float = 75.0
     """Idle time between requests; longer than load balancers' usual 60 s, so that the client closes first."""
     body_timeout: float = 30.0

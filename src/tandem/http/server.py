@@ -108,8 +108,8 @@ class Server:
 async def serve(
     handler: Handler, host: str, port: int, *, limits: Limits | None = None, tls: Tls | None = None
 ) -> Server:
-    """Listen on `host` and `port` (0: any free one) and answer requests with `handler`; over TLS where `tls` is
-    given.
+    """Listen on `host` and `port` (0: any free one) and answer requests with `handler`; over TLS where `tls`
+    is given.
 
     Raises `OSError` if the address cannot be had.
     """

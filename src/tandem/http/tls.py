@@ -1,4 +1,4 @@
-"""TLS of a server: its certificate and key, and perhaps the CA of its clients, in files that may be replaced."""
+"""TLS of a server: its certificate and key, perhaps its clients' CAs, in files that may be replaced."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ class BadTls(ValueError):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Paths of PEM files. `certificate` holds the server's and those between it and its root; `client_ca` those
-    of whom clients must have a certificate, None if they need none."""
+    """Paths of PEM files. `certificate` holds the server's and those between it and its root; `client_ca`
+    those of which clients must have one, None if they need none."""
 
     certificate: str
     key: str
@@ -60,8 +60,8 @@ class TlsFiles:
 class Tls:
     """The TLS of a server while it runs: new connections get `context`, those that are open keep theirs.
 
-    A fresh context for each state of the files, so that what was resumable under the old ones is not under the
-    new: a client whose CA was taken out has to prove itself again.
+    There is a fresh context for each state of the files, so that no session of before is resumed: a client
+    whose CA was taken out has to prove itself again.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -71,7 +71,7 @@ class Tls:
         self.context = files.context()
 
     def renew(self) -> bool:
-        """Look at the files; where they have changed and stand still, take them. Returns whether they were taken.
+        """Look at the files; where they have changed and stand still, take them. Returns whether it did.
 
         Raises `BadTls` for files that cannot be used, once for each state of them; the old ones are used on.
         """
@@ -89,7 +89,9 @@ class Tls:
             await sleep(_INTERVAL)
             try:
                 if await asyncio.to_thread(self.renew):
-                    log.info("TLS: new connections get the certificate that is in %s now", self._files.certificate)
+                    log.info(
+                        "TLS: new connections get the certificate that is in %s now", self._files.certificate
+                    )
             except BadTls as error:
                 log.error("TLS: the new files cannot be used, those of before are used on: %s", error)
 

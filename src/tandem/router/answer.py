@@ -1,4 +1,4 @@
-"""What one client is told: an answer, or a stream that heartbeats may open before there is anything to stream."""
+"""What one client is told: an answer, perhaps a stream that heartbeats open before there is any of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 class Answer:
     """A request's responder, as the parts of the router see it that answer.
 
-    Once a heartbeat has gone out, so has the status 200; an error is an event of the stream from then on, and
+    Once a heartbeat has gone out, so has the status 200: from then on an error is an event of the stream, and
     what an engine says in headers is not relayed.
     """
 
@@ -31,8 +31,8 @@ class Answer:
 
     @contextmanager
     def beating(self, seconds: float | None, headers: Headers) -> Iterator[None]:
-        """Send a comment line for every so many seconds of the block in which there is no answer. `headers`: of
-        the stream, beside its type."""
+        """Send a comment line for every so many seconds of the block in which there is no answer. `headers`:
+        of the stream, beside its type."""
         if seconds is None:
             yield
             return
@@ -51,7 +51,7 @@ class Answer:
             self._stop_beating()
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer whole. Raises ApiError for a whole answer that is no error where a stream has been opened."""
+        """Answer whole. Raises ApiError for an answer that is no error where a stream has been opened."""
         self._stop_beating()
         if not self._responder.started:
             self._responder.send(status, headers, body)

@@ -56,8 +56,8 @@ def to_engine(request: Request, engine_id: str, rank: int | None = None) -> Head
 
 
 def to_client(headers: Headers, request_id: str) -> Headers:
-    """An answer's headers: the engine's end-to-end headers, with the client's id. What begins with `x-tandem-`
-    or `access-control-` is said by the router alone."""
+    """An answer's headers: the engine's end-to-end headers, with the client's id. What begins with
+    `x-tandem-` or `access-control-` is said by the router alone."""
     relayed = [
         (name, value)
         for name, value in end_to_end(headers)

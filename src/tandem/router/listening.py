@@ -36,7 +36,13 @@ async def listening(config: RouterConfig, handler: Handler) -> AsyncIterator[Ser
 
 
 async def listen(
-    handler: Handler, flags: str, host: str, port: int, *, limits: Limits | None = None, tls: Tls | None = None
+    handler: Handler,
+    flags: str,
+    host: str,
+    port: int,
+    *,
+    limits: Limits | None = None,
+    tls: Tls | None = None,
 ) -> Server:
     """Raises OSError that names the flags of the place: those that begin so."""
     try:
@@ -69,8 +75,8 @@ def _tls(config: RouterConfig) -> Tls | None:
 
 
 def _connections(wanted: int) -> int:
-    """How many connections of clients there may be: each may bring one to an engine. With fewer files than that
-    takes, it would be the engines that seem dead when clients are many."""
+    """How many connections of clients there may be: each may bring one to an engine. With fewer files than
+    that takes, it would be the engines that seem dead when clients are many."""
     files = 2 * wanted + _FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < files:
