@@ -38,6 +38,7 @@ from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
 from tandem.router.model_files import ModelFiles
 from tandem.router.notifications import Notifications
+from tandem.router.piecewise import piecewise
 from tandem.router.reading import Reading
 from tandem.router.strategies import DecoderLoad, DecoderScore, KvAware, make
 from tandem.router.waiting import Line
@@ -168,7 +169,7 @@ async def running(
         connector, legs, fleet, notifications, notification_timeout=config.notification_timeout
     )
     gate = Gate(config, fleet)
-    made = make(config)
+    made = make(config, piecewise)
     knowledge: Knowledge | None = None
     if made.index is not None and isinstance(made.strategy, KvAware):
         knowledge = Knowledge(fleet, made.index, made.strategy)
