@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
 
 from tandem.local.errors import LocalError
+from tandem.local.proc import Use
 from tandem.local.process import Process, ProcessSpec
 from tandem.local.reaper import Reaper
 from tandem.local.record import ProcessState
@@ -73,7 +74,7 @@ class Guard(Reaper):
 
 
 class World:
-    """One supervised engine."""
+    """One supervised engine, and more where a test wants them."""
 
     def __init__(self, folder: Path) -> None:
         self.die = folder / "die"
@@ -85,26 +86,46 @@ class World:
         """What the engine answers; 0: nothing."""
         self.work = 0.0
         """CPU seconds that it uses in a second."""
-        state = ProcessState(name="decode-0", role="decode", url="http://127.0.0.1:1", port=1)
-        spec = ProcessSpec("decode-0", (sys.executable, "-c", ENGINE, str(self.die)))
-        self.member = Member(spec, folder / "decode-0.log", state, self.guard)
-        self.state = state
+        self.read: list[set[int]] = []
+        """The process groups whose use was read, each time."""
+        self.answers_after: dict[str, float] = {}
+        """By URL, seconds."""
+        self._folder = folder
+        self.members: list[Member] = []
+        self.member = self.more()
+        self.state = self.member.state
         self._task: asyncio.Task[None] | None = None
 
+    def more(self) -> Member:
+        """One more engine."""
+        number = len(self.members)
+        name = f"decode-{number}"
+        state = ProcessState(name=name, role="decode", url=f"http://127.0.0.1:{number}", port=1)
+        spec = ProcessSpec(name, (sys.executable, "-c", ENGINE, str(self.die)))
+        self.members.append(Member(spec, self._folder / f"{name}.log", state, self.guard))
+        return self.members[-1]
+
     async def start(self, hung_after: float = 300.0) -> None:
-        await self.member.start()
-        self.member.become("ready")
+        for member in self.members:
+            await member.start()
+            member.become("ready")
 
         async def health(url: str) -> int:
+            if (seconds := self.answers_after.get(url)) is not None:
+                await self.time.sleep(seconds)
             return self.status
 
+        def use_of(groups: Collection[int]) -> dict[int, Use]:
+            self.read.append(set(groups))
+            return {group: Use(cpu_seconds=self.time.now * self.work) for group in groups}
+
         supervisor = Supervisor(
-            [self.member],
+            self.members,
             tell=self.told.append,
             changed=lambda: self.saved.append(self.state.state),
             hung_after=hung_after,
             health=health,
-            cpu_seconds=lambda group: self.time.now * self.work,
+            use_of=use_of,
             clock=lambda: self.time.now,
             sleep=self.time.sleep,
         )
@@ -112,14 +133,15 @@ class World:
         await eventually(self.is_watched)
 
     def is_watched(self) -> bool:
-        """Whether who watches it, and who keeps logs small, both wait for time to pass."""
-        return self.time.sleeping == 2
+        """Whether all who watch one, and who keeps logs small, wait for time to pass."""
+        return self.time.sleeping == len(self.members) + 1
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.member.stop()
+        for member in self.members:
+            await member.stop()
 
     async def dies(self, why: str = "ValueError: no room") -> None:
         """Let it die, and be told of."""
@@ -275,6 +297,15 @@ async def test_a_slow_start_is_no_hanging_while_anything_moves(world: World) -> 
     await world.time.passes(101)
     await eventually(lambda: len(world.told) == 2)
     assert "was hung" in world.told[1]
+
+
+async def test_all_are_looked_at_together_however_long_each_takes_to_answer(world: World) -> None:
+    """To know what one has used, all processes of the machine are read of."""
+    for seconds in (0.7, 1.3):
+        world.answers_after[world.more().state.url] = seconds
+    await world.start()
+    await world.time.passes(50)
+    assert world.read == [{member.process.pid for member in world.members}] * (1 + 10)
 
 
 async def test_a_full_log_is_put_aside(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
