@@ -69,13 +69,15 @@ def test_nothing_is_left_however_the_endpoint_ends(
 ) -> None:
     shared = unused_shared_memory()
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
-    processes = group_of(up)
-    assert len(processes) >= 5  # tandem, the router, and two processes an engine
-    sockets = sockets_of(up)
-    assert len(sockets) == 4, "events and their replay, of two engines"
-    assert all(path.is_socket() for path in sockets)
-    assert sockets[0].parent.stat().st_mode & 0o777 == 0o700
-    code = stop_up(up, ending)
+    try:
+        processes = group_of(up)
+        assert len(processes) >= 5  # tandem, the router, and two processes an engine
+        sockets = sockets_of(up)
+        assert len(sockets) == 4, "events and their replay, of two engines"
+        assert all(path.is_socket() for path in sockets)
+        assert sockets[0].parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        code = stop_up(up, ending)
     assert code == (-9 if ending is signal.SIGKILL else 0)
     deadline = time.monotonic() + 30
     while (left := what_is_left(processes, sockets)) and time.monotonic() < deadline:
@@ -93,8 +95,8 @@ async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggreg
     tiny: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     shared = unused_shared_memory()
-    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     counter = load(tiny)
+    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     try:
         await disaggregates(up, client, counter)
         identities = {await nixl_identity(up.prefill[0], client)}
