@@ -18,20 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from promises import ROUTER
 
 from tandem.bench.load import LoadError, ask
+from tandem.bench.scrape import ENGINE_IN_HAND, ROUTER_IN_HAND
 from tandem.http import Client, Origin
 from tandem.local.record import ProcessState, load
 
 START_SECONDS = 600.0
-_GAUGES = (
-    "tandem_requests_in_flight",
-    "tandem_tokens_in_flight",
-    "tandem_pending_prompt_tokens",
-    "tandem_reserved",
-    "tandem_requests_running",
-    "tandem_requests_waiting",
-    "tandem_handoffs_cleaning_up",
-)
-_ENGINE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 @dataclass
@@ -94,8 +85,11 @@ class Endpoint:
             if samples is None:
                 left.append(f"{who} does not answer")
                 continue
-            held = ((n, labels, v) for n, labels, v in samples if n in (*_GAUGES, *_ENGINE_GAUGES) and v)
-            left += [f"{who}: {name}{labels} is {value:g}" for name, labels, value in held]
+            left += [
+                f"{who}: {name}{labels} is {value:g}"
+                for name, labels, value in samples
+                if name in (*ROUTER_IN_HAND, *ENGINE_IN_HAND) and value
+            ]
         return left
 
     async def at_rest(self) -> bool:

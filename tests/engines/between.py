@@ -19,6 +19,7 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.bench.scrape import ROUTER_IN_HAND
 from tandem.config import RouterConfig
 from tandem.http import Client, HTTPClientError, Origin, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter
@@ -34,16 +35,6 @@ PATIENCE_SECONDS = 60.0
 _OF_REQUESTS: tuple[Kind, ...] = ("prefill", "decode", "alone", "count")
 _SILENCE_SECONDS = 600.0
 _BODY_BYTES = 64 << 20
-_GAUGES = (
-    "tandem_requests_in_flight",
-    "tandem_tokens_in_flight",
-    "tandem_pending_prompt_tokens",
-    "tandem_reserved",
-    "tandem_requests_running",
-    "tandem_requests_waiting",
-    "tandem_handoffs_cleaning_up",
-)
-"""What a router without work has at 0."""
 
 
 @dataclass(eq=False)
@@ -265,7 +256,7 @@ class Endpoint:
         left = [
             f"{name}{told} is {value:g}"
             for name, told, value in await self._samples()
-            if name in _GAUGES and value
+            if name in ROUTER_IN_HAND and value
         ]
         legs = ((each, leg) for each in self.between for leg in each.open if leg.kind in _OF_REQUESTS)
         left += [f"{each.engine}: {leg.kind} leg" for each, leg in legs]
