@@ -19,11 +19,13 @@ from tandem.local.supervisor import Backoff, Member, Supervisor
 
 from .processes import eventually, gone
 
-# Dies when the file that its argument names is there, with the file's text.
+# Says what is in a file `says`; dies when the file that its argument names is there, with the file's text.
 ENGINE = """
 import sys, time
 from pathlib import Path
 print("INFO Initializing a V1 LLM engine", flush=True)
+if (says := Path(sys.argv[1]).with_name("says")).exists():
+    print(says.read_text(), flush=True)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 sys.exit(Path(sys.argv[1]).read_text())
@@ -78,6 +80,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.die = folder / "die"
+        self.says = folder / "says"
         self.time = Time()
         self.guard = Guard()
         self.told: list[str] = []
@@ -253,6 +256,26 @@ async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(wo
     world.status = 200
     await world.restarts(after=1)
     await world.comes_back()
+
+
+async def test_one_whose_port_for_nixl_is_taken_is_started_again_until_it_has_it(world: World) -> None:
+    await world.start()
+    world.status, world.work = 0, 0.5
+    await world.dies()
+    world.says.write_text("zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:1')")
+    await world.restarts(after=1)
+    await eventually(lambda: "already in use" in world.member.log.read_text())
+    await world.time.passes(1)
+    await eventually(lambda: len(world.told) == 2)
+    assert world.told[1].startswith(
+        "decode-0 cannot listen on port 1: it was taken meanwhile (another program); restart 2 in 2 s"
+    )
+    world.says.unlink()
+    await world.restarts(after=2)
+    world.status = 200
+    await world.comes_back()
+    await world.time.passes(100)
+    assert (len(world.told), world.state.state) == (3, "ready")
 
 
 @pytest.mark.parametrize(("status", "work"), [(0, 0.5), (200, 0.0), (503, 0.0)])

@@ -12,7 +12,8 @@ import httpx
 
 from tandem.local import proc
 from tandem.local.errors import LocalError
-from tandem.local.log import keep_small, stage
+from tandem.local.listeners import listener
+from tandem.local.log import keep_small, stage, taken_port
 from tandem.local.process import Process, ProcessSpec
 from tandem.local.reaper import Reaper
 from tandem.local.record import Condition, ProcessState
@@ -67,6 +68,15 @@ class Member:
             await self._process.stop()
             self._guard.ended(self._process.pid)
             self.state.pid = None
+
+    @property
+    def waits_in_vain(self) -> str | None:
+        """Why an engine that starts will never answer, though it runs; None: it may."""
+        port = taken_port(self.log) if self.state.role != "router" else None
+        if port is None:
+            return None
+        whose = listener(port) or "another program"
+        return f"{self.spec.name} cannot listen on port {port}: it was taken meanwhile ({whose})"
 
     def become(self, state: Condition, doing: str = "") -> bool:
         """Note how it is; whether that is news."""
@@ -168,7 +178,8 @@ class Supervisor:
             await asyncio.gather(death, hang, return_exceptions=True)
 
     async def _hang(self, member: Member, health: Health) -> str:
-        """Watch a process that runs; return when it has hung for too long, with what to say of that."""
+        """Watch a process that runs; return when it has hung for too long, or waits in vain, with what to say
+        of that."""
         began = looked = progress = self._clock()
         used = self._cpu_seconds(member)
         while True:
@@ -186,6 +197,8 @@ class Supervisor:
             silent = now - progress
             if self._hung_after and silent >= self._hung_after:
                 return f"{member.spec.name} was hung: for {silent:.0f} s it neither answered nor worked"
+            if not status and member.ready_since is None and (why := member.waits_in_vain):
+                return why
             if status == 200 and member.ready_since is None:
                 member.ready_since = now
                 self._tell(
