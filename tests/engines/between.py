@@ -44,6 +44,8 @@ class Leg:
     kind: Kind
     params: dict[str, Any] | None
     """The kv_transfer_params that it came with."""
+    router: object = None
+    """The router's end of its connection."""
     answered: bool = False
     """Whether the engine's answer has begun."""
 
@@ -102,6 +104,7 @@ class Between:
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         leg = _leg(request)
+        leg.router = responder._transport.get_extra_info("peername")
         self.legs.append(leg)
         self.open.append(leg)
         try:
@@ -280,6 +283,13 @@ class Endpoint:
         """Wait until a canary has gone through every engine and every pair."""
         fleet = self.app.fleet
         await until(lambda: len(fleet.engines) == len(self.between) and not fleet.unproved)
+
+    def lose_patience(self, leg: Leg) -> None:
+        """Have the router's time-out for a leg pass now."""
+        for connection in self.app._flow._decoding._legs._client._pool._open:
+            transport = connection._transport
+            if transport is not None and transport.get_extra_info("sockname") == leg.router:
+                connection.watchdog.set(0)
 
     def params_used(self) -> Counter[tuple[str, str]]:
         """How often each hand-off's parameters reached a decoder: (engine id, request id)."""
