@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tandem.api.quantities import quantity
 from tandem.api.validation import RULES, Found, Position, Severity, Subject, read_manifest
 from tandem.api.validation import validate as judge
-from tandem.api.validation.checks.resources import quantity
 from tandem.engine.validation import validate
 
 from .conftest import with_fields
@@ -128,6 +128,11 @@ def test_a_resource_is_not_changed() -> None:
     assert resource == with_fields(S3, {"spec.replicas": None})
 
 
+TRIGGER = "spec.autoScalingSpec.cloudWatchTrigger"
+SOURCE = "spec.modelSourceConfig"
+BUCKET = {"bucketName": "b", "region": "us-west-2"}
+
+
 @pytest.mark.parametrize(
     ("text", "changes", "found"),
     [
@@ -150,6 +155,22 @@ def test_a_resource_is_not_changed() -> None:
         (S3, {"spec.metricsSidecarResources": {"requests": {"cpu": 1}, "limits": {"cpu": "1000m"}}}, []),
         # Triggers: an empty list does not win
         (COLOCATED, {"spec.autoScalingSpec.cloudWatchTriggerList": []}, []),
+        # CloudWatch's data points
+        *(
+            (COLOCATED, {f"{TRIGGER}.metricCollectionPeriod": seconds}, [])
+            for seconds in (1, 5, 10, 30, 60, 120)
+        ),
+        *(
+            (
+                COLOCATED,
+                {f"{TRIGGER}.metricCollectionPeriod": seconds},
+                [("IEC702", f"{TRIGGER}.metricCollectionPeriod")],
+            )
+            for seconds in (-60, 0, 2, 45, 90)
+        ),
+        (COLOCATED, {f"{TRIGGER}.dimensions": []}, [("IEC702", TRIGGER)]),
+        # A region that does not count, as the weights are elsewhere
+        (COLOCATED, {"spec.modelSourceConfig.s3Storage": BUCKET}, [("IEC511", f"{SOURCE}.s3Storage")]),
         # Ports
         (COLOCATED, {"spec.metrics.modelMetrics.port": 8080}, []),
         # Routing

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.api import Role
+from tandem.engine.validation import validate
 from tandem.operator import RenderError
 
-from .endpoints import NAMES, VARIANTS, endpoint, engine, of_kind, pod, rendered, variables
+from .endpoints import NAMES, VARIANTS, changed, endpoint, engine, of_kind, pod, rendered, variables
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
@@ -174,6 +176,29 @@ def test_no_variable_is_given_twice_and_references_look_back(variant: str) -> No
             seen.add(variable["name"])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variable_is_as_the_resource_says_or_that_it_is_not_is_told(variant: str) -> None:
+    """Also one that LMCache would read before its file."""
+    name, changes = VARIANTS[variant]
+    made = rendered(name, changes)
+    files = [yaml.safe_load(c["data"].get("lmcache.yaml", "{}")) for c in of_kind(made, "ConfigMap")]
+    keys = {f"LMCACHE_{key.upper()}" for file in files for key in file}
+    for role in roles(name):
+        before = {v["name"]: v for v in engine(made, role)["env"]}
+        # Of this one others are made, and a role's annotation has another.
+        tried = sorted((before.keys() | keys) - {"PD_BUFFER_SIZE", "A"})
+        mine = [{"name": variable, "value": "7"} for variable in tried]
+        size = [before["PD_BUFFER_SIZE"]] if "PD_BUFFER_SIZE" in before else []
+        resource = {**changes, "spec.worker.environmentVariables": [*mine, *size]}
+        after = {v["name"]: v for v in engine(rendered(name, resource), role)["env"]}
+        replaced = [i for i, v in enumerate(mine) if after.get(v["name"]) != v]
+        assert replaced
+        for i in replaced:
+            assert after.get(tried[i]) == before.get(tried[i])
+        told = [f.path for f in validate(changed(name, resource)).findings if f.rule == "IEC521"]
+        assert told == [f"spec.worker.environmentVariables[{i}]" for i in replaced]
+
+
 def test_the_resources_variables_stay_as_they_are() -> None:
     found = variables(engine(rendered("dpd-s3"), Role.DECODE))
     assert found["PD_BUFFER_SIZE"] == "8589934592"
@@ -195,6 +220,22 @@ def test_efa_comes_with_libfabric_and_its_environment() -> None:
         assert (
             found["resources"]["limits"]["hugepages-2Mi"] == found["resources"]["requests"]["hugepages-2Mi"]
         )
+
+
+def test_huge_pages_of_the_roles_own_stay_as_many() -> None:
+    own = {"limits": {"nvidia.com/gpu": "8", "hugepages-2Mi": "1Gi"}}
+    made = rendered("dpd-nixl", {"spec.pdSpec.decodingSpec.resources": own})
+    found = engine(made, Role.DECODE)["resources"]
+    assert found["limits"] == own["limits"] | {"vpc.amazonaws.com/efa": "16"}
+    assert found["requests"]["vpc.amazonaws.com/efa"] == "16"
+    assert found["requests"].get("hugepages-2Mi", "1Gi") == "1Gi"
+    (sizes,) = (
+        d["metadata"]["annotations"]["tandem.dev/sizes"]
+        for d in of_kind(made, "Deployment")
+        if d["metadata"]["name"] == "decode-pd-hf"
+    )
+    assert "EFA: 16 interfaces" in sizes
+    assert "2 MiB pages" not in sizes
 
 
 def test_without_efa_it_is_ucx_and_the_notes_say_so(vllm_parse: Parse) -> None:

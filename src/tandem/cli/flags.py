@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 
 def host(text: str) -> str:
@@ -45,3 +48,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number greater than 0")
     return int(text)
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """What a model's config.json says (`--model-config`). Raises OSError, or ValueError where it is none."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
+    return config

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli import ENVIRONMENT, OK, USAGE, complain
+from tandem.cli.flags import model_config
 
 if TYPE_CHECKING:
     from tandem.api import Endpoint
@@ -108,15 +109,8 @@ def settings(arguments: argparse.Namespace) -> Settings:
         "workers_as_root",
     )
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-    path: Path | None = arguments.model_config
-    if path is not None:
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: is not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"{path}: is not a JSON object")
-        given["model_config"] = config
+    if arguments.model_config is not None:
+        given["model_config"] = model_config(arguments.model_config)
     return Settings(**given)
 
 

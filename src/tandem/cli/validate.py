@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tandem.cli import FAILURE, OK, USAGE, complain
+from tandem.cli.flags import model_config
 
 if TYPE_CHECKING:
     from tandem.api.validation import Report
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     report, endpoints, notes = Report(), 0, []
     try:
-        config = _model_config(arguments.model_config)
+        config = model_config(arguments.model_config) if arguments.model_config else None
         for name, text in _texts(arguments.files):
             manifest = read_manifest(text, name)
             report += Report(tuple(manifest.findings))
@@ -130,16 +130,3 @@ def _decoded(file: BinaryIO, name: str) -> str:
         return file_text(file.read(MOST_BYTES + 1))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _model_config(path: Path | None) -> dict[str, Any] | None:
-    """Raises OSError, or ValueError where it is not a config.json."""
-    if path is None:
-        return None
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
-    return config

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tandem.api import Endpoint, Role, Spec
 from tandem.api.annotations import parse_annotations
+from tandem.api.quantities import HUGE_PAGES
 from tandem.engine import (
     KV_LEASE_SECONDS,
     ConnectorChoice,
@@ -103,7 +104,8 @@ class Plan:
         if pool.efa is not None:
             reason = f"EFA: {pool.efa} interfaces, as the role's resources say"
             return sizes.Efa(pool.efa, 0, reason) if pool.efa else None
-        return sizes.efa(instance_types(self.endpoint.spec), pool.gpus)
+        types = instance_types(self.endpoint.spec)
+        return sizes.efa(types, pool.gpus, hugepages=HUGE_PAGES not in pool.resources.get("limits", {}))
 
     @property
     def nixl_backend(self) -> str:

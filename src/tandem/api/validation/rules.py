@@ -96,6 +96,7 @@ _WARNINGS = {
     "IEC518": "PD_BUFFER_SIZE where no engine has such a buffer",
     "IEC519": "A flag that Tandem sets itself",
     "IEC520": "kvCacheSpec where LMCache is not",
+    "IEC521": "A variable that Tandem sets itself",
     # Otherwise on HyperPod.
     "IEC601": "Several decoders",
     "IEC602": "An instance type that HyperPod does not disaggregate on",

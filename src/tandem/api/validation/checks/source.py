@@ -27,6 +27,12 @@ _MOUNT_OPTIONS = (
 """What is handed to the driver that mounts a bucket, and what each may be."""
 
 
+def bucket_region(subject: Subject) -> str:
+    """The AWS region of the bucket with the weights; "" where they come from elsewhere."""
+    in_bucket = subject.text(f"{_SOURCE}.modelSourceType") == "s3"
+    return subject.text(f"{_SOURCE}.s3Storage.region") if in_bucket else ""
+
+
 def source_checks(subject: Subject) -> Iterator[Found]:
     yield from _sections(subject)
     yield from _hugging_face(subject)
