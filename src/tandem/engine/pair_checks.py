@@ -177,7 +177,7 @@ def _buffer(
             try:
                 given = given_bytes(variable["value"])
             except ValueError as error:
-                yield Found("IEC232", at, str(error))
+                yield Found("IEC232", at, f"{VARIABLE} {error}")
                 return
         break
     token = token_size(
@@ -191,7 +191,7 @@ def _buffer(
     try:
         buffer = pd_buffer(token, longest=longest, given=given)
     except ValueError as error:
-        yield Found("IEC233", at, str(error))
+        yield Found("IEC233", at, f"{VARIABLE}: {error}")
         return
     if complaint := buffer.complaint(longest):
         yield Found("IEC707", at, f"{VARIABLE}: {complaint}. {buffer.reason}")
