@@ -137,7 +137,12 @@ def test_each_role_has_its_own(role: Role) -> None:
         ("zzz", "", "", "is not an annotation that Tandem knows"),
         ("router-env", "[]", "", "are for prefill and decode; routers have the operator's own settings"),
         ("worker-image", "a", "", "are for prefill and decode; what is for all engines is below spec.worker"),
-        ("prefill-env", "[{name: A, value: y}]", "[0].value", "must be a string (it is True)"),
+        (
+            "prefill-env",
+            "[{name: A, value: y}]",
+            "[0].value",
+            "must be a string (it is true); put it in quotes",
+        ),
         ("prefill-env", "&a [*a]", "", "is not YAML: an anchor's value contains itself"),
     ],
 )
@@ -174,7 +179,7 @@ def test_every_mistake_is_told_at_once_and_the_rest_holds() -> None:
     )
     assert sorted(str(p) for p in problems) == [
         "metadata.annotations[tandem.dev/prefill-env][0].name: is required",
-        "metadata.annotations[tandem.dev/prefill-env][1].name: must be a string (it is 1)",
+        "metadata.annotations[tandem.dev/prefill-env][1].name: must be a string (it is 1); put it in quotes",
         "metadata.annotations[tandem.dev/x]: is not an annotation that Tandem knows",
     ]
     assert extensions.roles[Role.DECODE].image == "own"

@@ -96,6 +96,28 @@ def test_no_endpoint_at_all_is_an_error(run: Run, text: str) -> None:
     )
 
 
+def test_folders_of_folders_are_noted_unless_they_are_named(run: Run) -> None:
+    """As by kubectl they are not looked into; `sub.yaml` is a folder with a misleading name."""
+    for name in ("folder", "folder/sub.yaml", "folder/.git"):
+        Path(name).mkdir()
+    Path("folder/one.yaml").write_text(GOOD)
+    Path("folder/sub.yaml/two.yaml").write_text(GOOD)
+    note = "note: folder/sub.yaml: a folder of a folder is not looked into; name it too\n"
+    assert run("-f", "folder") == (OK, "", f"{note}1 endpoint: 0 errors, 0 warnings\n")
+    assert run("-f", "folder", "folder/sub.yaml") == (OK, "", "2 endpoints: 0 errors, 0 warnings\n")
+
+
+def test_standard_input_without_an_endpoint_has_its_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"kind: Pod\n")))
+    _, out, _ = run("-f", "-")
+    assert out == "<stdin>:1:1: error IEC003 no object of kind InferenceEndpointConfig in <stdin>\n"
+
+
+def test_a_file_that_fails_while_it_is_read_is_named(run: Run) -> None:
+    """Linux opens it, and there is nothing at address 0."""
+    assert run("-f", "/proc/self/mem") == (USAGE, "", "tandem: /proc/self/mem: Input/output error\n")
+
+
 def test_what_is_no_yaml_is_an_error_and_not_that_nothing_is_there(run: Run) -> None:
     write(broken="a: [\n")
     code, out, _ = run("-f", "broken.yaml")

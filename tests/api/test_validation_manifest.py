@@ -145,8 +145,14 @@ def test_all_keys_that_are_given_twice_are_told() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "column", "said"),
     [
-        ("spec:\n  a: [1,\n", 3, 1, "expected the node content, but found '<stream end>'"),
-        ("spec:\n\tworker: 1\n", 2, 1, "found character '\\t' that cannot start any token"),
+        ("spec:\n  a: [1,\n", 3, 1, "found '<stream end>'; the text ends before all is closed"),
+        ("spec:\n\tworker: 1\n", 2, 1, "cannot start any token; it is a tab"),
+        ("spec:\n  a: 1\n   b: 2\n", 3, 5, "here; a ':' ends a key here: look for a wrong indentation"),
+        ("a:\n    b: 1\n  c: 2\n", 3, 3, "does not go on with the block that begins in line 1: look for"),
+        ("a:1\nb: 2\n", 2, 2, "a missing space after a ':' in the line before"),
+        ("a: {{ .Values.a }}\n", 1, 5, "a key must be a name; if {{ }} is a template's, render that first"),
+        ("a: 1\n...\nb: 2\n", 3, 1, "begin another document with ---"),
+        ("%YAML 1.2\n---\na: 1\n", 3, 1, "kubectl reads YAML 1.1 alone"),
         ("a: &x 1\nb: *y\n", 2, 4, "found undefined alias 'y'"),
         ("a: &x [*x]\n", 1, 4, "an anchor's value contains itself"),
         ("spec:\n  ? [a]\n  : 1\n", 2, 5, "a key must be a name"),

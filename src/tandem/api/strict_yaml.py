@@ -75,6 +75,9 @@ def documents(loader: Loader) -> Iterator[tuple[Any, Marks]]:
     RecursionError."""
     while loader.check_node():
         node = loader.get_node()
+        if node is not None and loader.yaml_version not in (None, (1, 1)):
+            message = "kubectl reads YAML 1.1 alone; leave the line that begins with %YAML out"
+            raise yaml.composer.ComposerError(None, None, message, node.start_mark)
         if node is not None:
             yield _document(loader, node)
 

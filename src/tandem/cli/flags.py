@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,31 @@ def model_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: is not a model's config.json: it holds no object")
     return config
+
+
+def namespace(text: str) -> str:
+    """A namespace's name, as Kubernetes takes it."""
+    if len(text) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no namespace's name: at most 63 lower-case letters, digits and '-', with a letter "
+            "or digit at both ends"
+        )
+    return text
+
+
+def image(text: str) -> str:
+    if not text or re.search(r"\s|://", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no image's name, as registry.example/router:1.0")
+    return text
+
+
+def region(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no AWS region's name, as us-east-2")
+    return text
+
+
+def url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]\S*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL that begins with http:// or https://")
+    return text

@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             for document in manifest.documents:
                 report += validate(document.resource, lines=document.lines, model_config=config)
                 endpoints += 1
+        notes += _folders_of(arguments.files)
     except OSError as error:
         complain(f"{error.filename}: {error.strerror}")
         return USAGE
@@ -105,8 +106,8 @@ def _nothing(files: Iterable[str]) -> Report:
     from tandem.api.models import KIND
     from tandem.api.validation import Finding, Position, Report
 
-    named = list(files)
-    at = Position(named[0], 1, 1) if len(named) == 1 and named[0] != STDIN else None
+    named = ["<stdin>" if name == STDIN else name for name in files]
+    at = Position(named[0], 1, 1) if len(named) == 1 else None
     return Report((Finding("IEC003", "", f"no object of kind {KIND} in {', '.join(named)}", at),))
 
 
@@ -117,10 +118,26 @@ def _texts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield "<stdin>", _decoded(sys.stdin.buffer, "standard input")
             continue
         path = Path(name)
-        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and not p.is_dir())
         for file in found:
             with file.open("rb") as opened:
-                yield str(file), _decoded(opened, str(file))
+                try:
+                    text = _decoded(opened, str(file))
+                except OSError as error:  # of reading it: only of opening it Python says which file
+                    raise OSError(error.errno, error.strerror, str(file)) from None
+            yield str(file), text
+
+
+def _folders_of(names: Iterable[str]) -> list[str]:
+    """A note on each folder of a named one: as by kubectl, it is not looked into."""
+    named = [Path(name) for name in names if name != STDIN]
+    found = [
+        path for folder in named if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_dir()
+    ]
+    shown = [path for path in found if path not in named and not path.name.startswith(".")]
+    return [f"{path}: a folder of a folder is not looked into; name it too" for path in shown]
 
 
 def _decoded(file: BinaryIO, name: str) -> str:

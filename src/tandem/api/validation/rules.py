@@ -131,6 +131,7 @@ _WARNINGS = {
     "IEC722": "A shell as the command",
     "IEC723": "The engine listens on its own pod's loopback address",
     "IEC724": "The AWS region is needed, which the resource does not name",
+    "IEC725": "No flag names the model",
 }
 
 _BY_API_SERVER = (
