@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import signal
 import socket
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -104,6 +105,46 @@ def test_flags_without_effect_are_told_when_it_starts(
         "--ramp-up: no effect where no role has a second engine",
         "--kv-events: no effect without --routing-strategy kvaware",
     ]
+
+
+S3 = Path(__file__).parents[1] / "operator/manifests/dpd-s3.yaml"
+PRINTING = ["crd", f"render -f {S3}", f"render -f {S3} --json", f"validate -f {S3}", f"validate -f {S3} --json"]
+
+
+def through_shell(command: str, rest: str) -> subprocess.CompletedProcess[str]:
+    """`tandem COMMAND` in bash, with what comes after it there."""
+    line = f"{sys.executable} -m tandem {command} {rest}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_result_that_cannot_be_written_is_told(command: str) -> None:
+    done = through_shell(command, "> /dev/full")
+    assert done.returncode == 3
+    assert "tandem: cannot write the result: No space left on device" in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_whoever_reads_a_result_may_leave(command: str) -> None:
+    done = through_shell(command, "| true; exit ${PIPESTATUS[0]}")
+    assert done.returncode == 1
+    assert "rror" not in done.stderr.replace("0 errors", "")
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_where_stderr_is_closed_or_full_the_result_is_the_same(command: str) -> None:
+    usual = through_shell(command, "2> /dev/null")
+    assert (usual.returncode, bool(usual.stdout)) == (0, True)
+    for redirected in ("2>&-", "2> /dev/full", "2>&- <&-"):
+        done = through_shell(command, redirected)
+        assert (done.returncode, done.stdout) == (0, usual.stdout), redirected
+
+
+@pytest.mark.parametrize("command", [*PRINTING, "status", "validate -f -"])
+def test_streams_that_are_closed_are_borne(command: str) -> None:
+    done = through_shell(command, ">&- <&-")
+    assert (done.stdout, "Traceback" in done.stderr) == ("", False)
 
 
 async def router(*arguments: str) -> asyncio.subprocess.Process:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 
 def host(text: str) -> str:
@@ -45,3 +48,35 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number greater than 0")
     return int(text)
+
+
+def namespace(text: str) -> str:
+    """Of Kubernetes."""
+    from tandem.api.validation.metadata import is_namespace
+
+    if not is_namespace(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a namespace: lower-case letters, digits and '-', at most 63"
+        )
+    return text
+
+
+MOST_CONFIG_BYTES = 4 << 20
+"""Of a model's config.json; usual ones have some thousand."""
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """A model's config.json. Raises OSError, or ValueError where the file is none."""
+    with path.open("rb") as file:
+        data = file.read(MOST_CONFIG_BYTES + 1)
+    if len(data) > MOST_CONFIG_BYTES:
+        raise ValueError(f"{path}: is larger than {MOST_CONFIG_BYTES >> 20} MiB; no config.json is")
+    try:
+        config = json.loads(data.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is not JSON that can be read: it is nested too deeply") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
+    return config

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli import ENVIRONMENT, OK, USAGE, complain
+from tandem.cli import ENVIRONMENT, USAGE, complain, emit
+from tandem.cli.flags import model_config, namespace
 
 if TYPE_CHECKING:
     from tandem.api import Endpoint
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--file", type=Path, required=True, help="manifest of an InferenceEndpointConfig"
     )
-    parser.add_argument("-n", "--namespace", help="namespace of a manifest that names none")
+    parser.add_argument("-n", "--namespace", type=namespace, help="namespace of a manifest that names none")
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print a List in JSON; notes go to stderr")
 
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """What is the same for all endpoints of a cluster; `tandem operator` has it too."""
     parser.add_argument(
-        "--system-namespace", help="where the router goes (default hyperpod-inference-system)"
+        "--system-namespace",
+        type=namespace,
+        help="where the router goes (default hyperpod-inference-system)",
     )
     parser.add_argument("--router-image", help="image of the router (default: that of this version)")
     parser.add_argument("--proxy-image", help="image of the reverse proxy: nginx without root")
@@ -65,14 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
             return USAGE
         endpoint, raw = parse_endpoint(text, source=str(arguments.file))
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        complain(one_line(f"{error.filename}: {error.strerror}"))
         return ENVIRONMENT
     except InvalidResource as error:
         for problem in error.problems:
-            complain(f"{arguments.file}: {problem}")
+            complain(one_line(f"{arguments.file}: {problem}"))
         return USAGE
     except ValueError as error:
-        complain(error)
+        complain(one_line(str(error)))
         return USAGE
     if arguments.namespace and not raw["metadata"].get("namespace"):
         endpoint = _placed(endpoint, arguments.namespace)
@@ -85,13 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
         for note in rendering.notes:
             complain(one_line(note))
         objects = {"apiVersion": "v1", "kind": "List", "items": list(rendering.objects)}
-        json.dump(objects, sys.stdout, indent=2)
-        print()
-    else:
-        metadata = endpoint.metadata
-        title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {arguments.file.name}"
-        sys.stdout.write(document(rendering, title))
-    return OK
+        return emit(json.dumps(objects, indent=2) + "\n")
+    metadata = endpoint.metadata
+    title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {arguments.file.name}"
+    return emit(document(rendering, title))
 
 
 def settings(arguments: argparse.Namespace) -> Settings:
@@ -108,15 +107,8 @@ def settings(arguments: argparse.Namespace) -> Settings:
         "workers_as_root",
     )
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-    path: Path | None = arguments.model_config
-    if path is not None:
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: is not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"{path}: is not a JSON object")
-        given["model_config"] = config
+    if arguments.model_config is not None:
+        given["model_config"] = model_config(arguments.model_config)
     return Settings(**given)
 
 

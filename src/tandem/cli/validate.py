@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tandem.cli import FAILURE, OK, USAGE, complain
+from tandem.cli import FAILURE, OK, USAGE, complain, emit, remark
+from tandem.cli.flags import model_config
 
 if TYPE_CHECKING:
     from tandem.api.validation import Report
@@ -50,12 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from tandem.api.problem import one_line
     from tandem.api.validation import Report, formats, read_manifest
     from tandem.engine.validation import validate
 
     report, endpoints, notes = Report(), 0, []
     try:
-        config = _model_config(arguments.model_config)
+        config = model_config(arguments.model_config) if arguments.model_config else None
         for name, text in _texts(arguments.files):
             manifest = read_manifest(text, name)
             report += Report(tuple(manifest.findings))
@@ -64,27 +65,28 @@ def run(arguments: argparse.Namespace) -> int:
                 report += validate(document.resource, lines=document.lines, model_config=config)
                 endpoints += 1
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        complain(one_line(f"{error.filename}: {error.strerror}"))
         return USAGE
     except ValueError as error:
-        complain(error)
+        complain(one_line(str(error)))
         return USAGE
     if not endpoints and report.ok:
         report += _nothing(arguments.files)
     report = _in_order(report)
     match arguments.format:
         case "json":
-            sys.stdout.write(formats.as_json(report, endpoints, notes))
+            text = formats.as_json(report, endpoints, notes)
         case "sarif":
-            sys.stdout.write(formats.sarif(report))
+            text = formats.sarif(report)
         case "github":
-            sys.stdout.write(formats.github(report))
+            text = formats.github(report)
         case _:
-            sys.stdout.write(formats.human(report))
+            text = formats.human(report)
+    written = emit(text)
     for note in notes if arguments.format != "json" else ():
-        print(f"note: {note}", file=sys.stderr)
-    print(formats.counts(report, endpoints), file=sys.stderr)
-    return OK if report.ok and not (arguments.strict and report.warnings) else FAILURE
+        remark(f"note: {note}")
+    remark(formats.counts(report, endpoints))
+    return written or (OK if report.ok and not (arguments.strict and report.warnings) else FAILURE)
 
 
 def _in_order(report: Report) -> Report:
@@ -116,8 +118,12 @@ def _texts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         if name == STDIN:
             yield "<stdin>", _decoded(sys.stdin.buffer, "standard input")
             continue
+        if not name:
+            raise ValueError("-f: names no file")  # for Path it would be the folder that we are in
         path = Path(name)
-        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and not p.is_dir())
         for file in found:
             with file.open("rb") as opened:
                 yield str(file), _decoded(opened, str(file))
@@ -130,16 +136,3 @@ def _decoded(file: BinaryIO, name: str) -> str:
         return file_text(file.read(MOST_BYTES + 1))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _model_config(path: Path | None) -> dict[str, Any] | None:
-    """Raises OSError, or ValueError where it is not a config.json."""
-    if path is None:
-        return None
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
-    return config
