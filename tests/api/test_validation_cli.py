@@ -112,8 +112,14 @@ def test_what_is_no_yaml_is_an_error_and_not_that_nothing_is_there(run: Run) -> 
         (["-f", "good.yaml", "--model-config", "none"], "tandem: none: No such file or directory\n"),
         (["-f", "good.yaml", "--model-config", "good.yaml"], "tandem: good.yaml: is not JSON: "),
         (["-f", "good.yaml", "--model-config", "list.json"], "it holds no object\n"),
-        (["-f", "good.yaml", "--model-config", "deep.json"], "deep.json: is not JSON that can be read: it is nested"),
-        (["-f", "good.yaml", "--model-config", "/dev/zero"], "/dev/zero: is larger than 4 MiB; no config.json is\n"),
+        (
+            ["-f", "good.yaml", "--model-config", "deep.json"],
+            "deep.json: is not JSON that can be read: it is nested",
+        ),
+        (
+            ["-f", "good.yaml", "--model-config", "/dev/zero"],
+            "/dev/zero: is larger than 4 MiB; no config.json is\n",
+        ),
         (["-f", ""], "tandem: -f: names no file\n"),
         (["-f", "folder"], "tandem: folder/x\\n::error::forged.yaml: No such file or directory\n"),
         ([], "the following arguments are required: -f/--file"),

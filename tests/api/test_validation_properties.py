@@ -132,7 +132,19 @@ def _at(value: Any, location: tuple[str | int, ...]) -> Any:
 
 PIECES = [
     *(f"!!{tag} " for tag in ("int", "float", "bool", "null", "binary", "timestamp", "str", "merge", "set")),
-    *('"\\U00110000"', '"\\UFFFFFFFF"', '"\\ud800"', '"\\x4"', "''", '"-"', "_", "0x", ".", "1e999", "\ud800"),
+    *(
+        '"\\U00110000"',
+        '"\\UFFFFFFFF"',
+        '"\\ud800"',
+        '"\\x4"',
+        "''",
+        '"-"',
+        "_",
+        "0x",
+        ".",
+        "1e999",
+        "\ud800",
+    ),
     *("a: ", "- ", "[", "]", "{", "}", ", ", "\n", "\t", "&a ", "*a", "<<: ", "? ", "| ", "%TAG ! a\n--- "),
 ]
 

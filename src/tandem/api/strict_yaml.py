@@ -26,7 +26,6 @@ Marks = dict[Location, yaml.Mark]
 """Where each part of a value stands: the place of its key, or of the list's item."""
 
 _BREAKS = "\r\n\x85\u2028\u2029"
-_NO_CHARACTER = "found an escape of a character that there is not"
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -34,17 +33,14 @@ class Loader(yaml.SafeLoader):
     """Goes on where a key is given twice, and notes it; takes what kubectl's reader takes and PyYAML's does
     not: tabs between words, anchors that are set again."""
 
-    def __init__(self, text: str, *, as_json: bool = False) -> None:
-        """`as_json`: the text is JSON, or may be: it has escapes that kubectl takes only there."""
+    def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._as_json = as_json
-        if not as_json:
-            self.ESCAPE_REPLACEMENTS = {k: v for k, v in self.ESCAPE_REPLACEMENTS.items() if k != "/"}
         self.twice: list[tuple[str, yaml.Mark]] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if not self.check_event(yaml.AliasEvent):
-            self.anchors.pop(self.peek_event().anchor, None)
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            self.anchors.pop(event.anchor, None)
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
@@ -68,17 +64,18 @@ class Loader(yaml.SafeLoader):
             if self.peek() == "#":
                 while self.peek() not in f"\0{_BREAKS}":
                     self.forward()
-            if not self.scan_line_break():
+            if not self.scan_line_break():  # type: ignore[no-untyped-call]
                 return
             if not self.flow_level:
                 self.allow_simple_key = True
 
     def scan_plain(self) -> yaml.ScalarToken:
         token = super().scan_plain()
-        if self.flow_level and self.index == token.end_mark.index and self.peek() == ":":
-            if self.peek(1) in ",[]{}":  # no blank follows, so the colon is of the word: {a:} has the key a:
-                token.value += ":"
-                self.forward()
+        beside = self.flow_level and self.index == token.end_mark.index
+        if beside and self.peek() == ":" and self.peek(1) in ",[]{}":
+            # No blank follows, so the colon is of the word: {a:} has the key `a:`.
+            token.value += ":"
+            self.forward()
         return token
 
     def scan_plain_spaces(self, indent: int, start_mark: yaml.Mark) -> list[str]:
@@ -97,9 +94,8 @@ class Loader(yaml.SafeLoader):
         try:
             chunks: list[str] = super().scan_flow_scalar_non_spaces(double, start_mark)
         except (ValueError, OverflowError):
-            raise yaml.scanner.ScannerError(None, None, _NO_CHARACTER, at) from None
-        if not self._as_json and any("\ud800" <= c <= "\udfff" for chunk in chunks for c in chunk):
-            raise yaml.scanner.ScannerError(None, None, _NO_CHARACTER, at)
+            message = "found an escape of a character that there is not"
+            raise yaml.scanner.ScannerError(None, None, message, at) from None
         return chunks
 
 
@@ -141,7 +137,7 @@ Loader.add_constructor(
     ),
 )
 for _name in ("merge", "timestamp"):  # one is no value, of the other JSON has the text
-    Loader.add_constructor(f"tag:yaml.org,2002:{_name}", Loader.construct_yaml_str)
+    Loader.add_constructor(f"tag:yaml.org,2002:{_name}", lambda loader, node: node.value)
 
 
 def documents(loader: Loader) -> Iterator[tuple[Any, Marks]]:
@@ -158,7 +154,7 @@ def read_value(text: str) -> Any:
 
     Raises yaml.YAMLError, also where a key is given twice, and RecursionError.
     """
-    loader = Loader(text, as_json=True)
+    loader = Loader(text)
     node = loader.get_single_node()
     value = None if node is None else _document(loader, node, MOST_NODES_OF_A_VALUE)[0]
     for key, mark in loader.twice:
@@ -211,7 +207,8 @@ def _object(loader: Loader, node: yaml.MappingNode, at: Location, marks: Marks) 
     own: set[str] = set()
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE:
-            for brought in map(lambda part: _object(loader, part, at, marks), _merged(value_node)):
+            for part in _merged(value_node):
+                brought = _object(loader, part, at, marks)
                 loader.twice += [(key, key_node.start_mark) for key in brought if key in own]
                 result |= brought
         else:
@@ -223,12 +220,13 @@ def _object(loader: Loader, node: yaml.MappingNode, at: Location, marks: Marks) 
 
 def _merged(node: yaml.Node) -> list[yaml.MappingNode]:
     """What a merge key names, in the order in which it counts: the first of a list is the strongest."""
-    parts = node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]
-    for part in parts:
+    merged = []
+    for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
         if not isinstance(part, yaml.MappingNode):
             message = "expected an object, or a list of objects, to merge"
             raise yaml.constructor.ConstructorError(None, None, message, part.start_mark)
-    return parts
+        merged.append(part)
+    return merged
 
 
 def _scalar(loader: Loader, node: yaml.ScalarNode) -> Any:

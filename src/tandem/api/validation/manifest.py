@@ -76,7 +76,7 @@ def read_manifest(text: str, source: str) -> Manifest:
         manifest.findings.append(Finding("IEC001", "", message, Position(source, line, 1)))
     loader: Loader | None = None
     try:
-        loader = Loader(text, as_json=in_json)
+        loader = Loader(text)
         for value, marks in documents(loader):
             _add(manifest, value, {at: _position(source, mark) for at, mark in marks.items()})
     except yaml.MarkedYAMLError as error:
