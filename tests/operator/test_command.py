@@ -113,6 +113,17 @@ def test_a_setting_that_could_not_be_applied_is_refused(
     assert f"{flag}: {value!r} is no " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--namespace", "--system-namespace"])
+def test_a_namespace_that_cannot_be_is_refused(
+    run: Run, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("Team", "a.b", "", "a\n---\n", "a" * 64):
+        with pytest.raises(SystemExit) as ended:
+            run("-f", S3, flag, name)
+        assert ended.value.code == 2
+        assert f"{name!r} is not the name of a namespace" in capsys.readouterr().err
+
+
 def test_the_models_config_sizes_the_buffer(run: Run, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"num_hidden_layers": 10, "num_key_value_heads": 8, "head_dim": 128}')
@@ -171,7 +182,7 @@ def test_a_file_that_is_not_there_has_its_own_code(run: Run, tmp_path: Path) -> 
     assert run("-f", S3, "--model-config", tmp_path / "none.json")[0] == 3
 
 
-@pytest.mark.parametrize("text", ["[]", "{"])
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, f'{{"a": {" " * (4 << 20)}1}}'])
 def test_a_config_that_is_none_is_told(run: Run, text: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(text)

@@ -51,20 +51,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def model_config(path: Path) -> dict[str, Any]:
-    """What a model's config.json says (`--model-config`). Raises OSError, or ValueError where it is none."""
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
-    return config
-
-
 def namespace(text: str) -> str:
     """A namespace's name, as Kubernetes takes it."""
-    if len(text) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", text):
+    from tandem.api.validation.metadata import is_namespace
+
+    if not is_namespace(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no namespace's name: at most 63 lower-case letters, digits and '-', with a letter "
             "or digit at both ends"
@@ -88,3 +79,24 @@ def url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]\S*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no URL that begins with http:// or https://")
     return text
+
+
+MOST_CONFIG_BYTES = 4 << 20
+"""Of a model's config.json; usual ones have some thousand."""
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """A model's config.json. Raises OSError, or ValueError where the file is none."""
+    with path.open("rb") as file:
+        data = file.read(MOST_CONFIG_BYTES + 1)
+    if len(data) > MOST_CONFIG_BYTES:
+        raise ValueError(f"{path}: is larger than {MOST_CONFIG_BYTES >> 20} MiB; no config.json is")
+    try:
+        config = json.loads(data.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is not JSON that can be read: it is nested too deeply") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: is not a model's config.json: it holds no object")
+    return config

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli import ENVIRONMENT, OK, USAGE, complain
+from tandem.cli import ENVIRONMENT, USAGE, complain, emit
 from tandem.cli.flags import image, model_config, namespace, region, url
 
 if TYPE_CHECKING:
@@ -80,14 +80,14 @@ def run(arguments: argparse.Namespace) -> int:
             return USAGE
         endpoint, raw = parse_endpoint(text, source=source)
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        complain(one_line(f"{error.filename}: {error.strerror}"))
         return ENVIRONMENT
     except InvalidResource as error:
         for problem in error.problems:
-            complain(f"{source}: {problem}")
+            complain(one_line(f"{source}: {problem}"))
         return USAGE
     except ValueError as error:
-        complain(error)
+        complain(one_line(str(error)))
         return USAGE
     if arguments.namespace and not (own := raw["metadata"].get("namespace")):
         endpoint = _placed(endpoint, arguments.namespace)
@@ -102,13 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
         for note in rendering.notes:
             complain(one_line(note))
         objects = {"apiVersion": "v1", "kind": "List", "items": list(rendering.objects)}
-        json.dump(objects, sys.stdout, indent=2)
-        print()
-    else:
-        metadata = endpoint.metadata
-        title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {Path(source).name}"
-        sys.stdout.write(document(rendering, title))
-    return OK
+        return emit(json.dumps(objects, indent=2) + "\n")
+    metadata = endpoint.metadata
+    title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {Path(source).name}"
+    return emit(document(rendering, title))
 
 
 def _text(name: str) -> str:

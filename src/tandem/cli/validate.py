@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tandem.cli import FAILURE, OK, USAGE, complain
+from tandem.cli import FAILURE, OK, USAGE, complain, emit, remark
 from tandem.cli.flags import model_config
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from tandem.api.problem import one_line
     from tandem.api.validation import Report, formats, read_manifest
     from tandem.engine.validation import validate
 
@@ -65,27 +66,28 @@ def run(arguments: argparse.Namespace) -> int:
                 endpoints += 1
         notes += _folders_of(arguments.files)
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        complain(one_line(f"{error.filename}: {error.strerror}"))
         return USAGE
     except ValueError as error:
-        complain(error)
+        complain(one_line(str(error)))
         return USAGE
     if not endpoints and report.ok:
         report += _nothing(arguments.files)
     report = _in_order(report)
     match arguments.format:
         case "json":
-            sys.stdout.write(formats.as_json(report, endpoints, notes))
+            text = formats.as_json(report, endpoints, notes)
         case "sarif":
-            sys.stdout.write(formats.sarif(report))
+            text = formats.sarif(report)
         case "github":
-            sys.stdout.write(formats.github(report))
+            text = formats.github(report)
         case _:
-            sys.stdout.write(formats.human(report))
+            text = formats.human(report)
+    written = emit(text)
     for note in notes if arguments.format != "json" else ():
-        print(f"note: {note}", file=sys.stderr)
-    print(formats.counts(report, endpoints), file=sys.stderr)
-    return OK if report.ok and not (arguments.strict and report.warnings) else FAILURE
+        remark(f"note: {note}")
+    remark(formats.counts(report, endpoints))
+    return written or (OK if report.ok and not (arguments.strict and report.warnings) else FAILURE)
 
 
 def _in_order(report: Report) -> Report:
@@ -117,6 +119,8 @@ def _texts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         if name == STDIN:
             yield "<stdin>", _decoded(sys.stdin.buffer, "standard input")
             continue
+        if not name:
+            raise ValueError("-f: names no file")  # for Path it would be the folder that we are in
         path = Path(name)
         found = [path]
         if path.is_dir():

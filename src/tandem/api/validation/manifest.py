@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from tandem.api.validation.report import Finding, Lines, Position
 
 MOST_BYTES = 4 << 20
 """Of one file."""
+
+
+_BESIDE_SEPARATOR = re.compile(r"^---[ \t]*[^\s#]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ def read_manifest(text: str, source: str) -> Manifest:
         text = text.replace(
             "\t", " "
         )  # between values JSON allows tabs, YAML does not; in values neither does
+    for beside in () if in_json else _BESIDE_SEPARATOR.finditer(text):
+        line = text.count("\n", 0, beside.start()) + 1
+        message = "--- must stand alone on its line: kubectl takes no document that begins beside it"
+        manifest.findings.append(Finding("IEC001", "", message, Position(source, line, 1)))
     loader: Loader | None = None
     try:
         loader = Loader(text)
