@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Quietly = Callable[[Callable[[], Awaitable[Any]]], Awaitable[tuple[Any, float]]]
-"""Makes a measurement while other processes rest, and tells their share of the CPU; see timing/quiet.py."""
+"""Makes a measurement while other processes rest, and tells their share of the CPU; see quiet.py."""
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _SAMPLE_SECONDS = 2.0
