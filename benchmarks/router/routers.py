@@ -44,8 +44,8 @@ DISAGGREGATING = (TANDEM, VLLM_ROUTER, SMG)
 READY_SECONDS = 180.0
 """The most: many pairs of engines are proved one by one."""
 _LOOK_SECONDS = 1.0
-_AT_REST = 0.03
-"""Of a core: what a router without requests uses at most."""
+_AT_REST = 0.15
+"""Of a core: more is no router without requests, even with 256 engines to look after."""
 _READY_ANSWERS = 8
 """Of every router, in a row, before it is measured."""
 
