@@ -28,18 +28,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# Of the folders beside: tables and this machine's name as `routing` has them, loads and quiet of `timing`.
-sys.path += [str(HERE.parent / "routing"), str(HERE.parent / "timing")]
+sys.path += [str(HERE.parent / "common"), str(HERE.parent / "timing")]  # which has the loads
 
-import layouts  # noqa: E402
-import machine  # noqa: E402
-import mixed  # noqa: E402
-import plot  # noqa: E402
-import tables  # noqa: E402
-from layouts import BY_LOAD, IN_TURN, Place, Tuning  # noqa: E402
-from mixed import APART, HEAVY, LIGHT, WITHOUT, Load  # noqa: E402
-from quiet import undisturbed  # noqa: E402
-from report import goals_table, insert  # noqa: E402
+import layouts
+import machine
+import mixed
+import plot
+import tables
+from layouts import BY_LOAD, IN_TURN, Place, Tuning
+from mixed import APART, HEAVY, LIGHT, WITHOUT, Load
+from pages import goals_table, insert
+from quiet import undisturbed
 
 from tandem.bench.load import LoadError  # noqa: E402
 from tandem.local.errors import LocalError  # noqa: E402

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from report import Goal, markdown, medians
+from pages import Goal, markdown, medians
 
 from tandem.bench.load import Timing
 
