@@ -1,5 +1,5 @@
-"""Lists that people write into files: YAML, of which JSON is a part, read strictly. Every value is text, whether
-quoted or not; a mistake is told with its line and its path."""
+"""Lists that people write into files: YAML, of which JSON is a part, read strictly. Every value is text,
+whether quoted or not; a mistake is told with its line and its path."""
 
 from __future__ import annotations
 

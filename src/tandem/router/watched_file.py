@@ -12,8 +12,8 @@ _SETTLING = 0.1
 
 
 class WatchedFile:
-    """Reads a file about once a second, which sees each way of replacing it: a rename, the symbolic links of a
-    Kubernetes ConfigMap or Secret, writing in place."""
+    """Reads a file about once a second, which sees each way of replacing it: a rename, the symbolic links of
+    a Kubernetes ConfigMap or Secret, writing in place."""
 
     def __init__(
         self,

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import Subscriptions, read_engines
-from tandem.router.discovery.trouble import Trouble
 from tandem.router.listing import BadList, decoded
+from tandem.router.trouble import Trouble
 from tandem.router.watched_file import WatchedFile
 
 logger = logging.getLogger("tandem.router")
