@@ -80,7 +80,7 @@ BAD = {
     ONE.replace(H, H[:-1]): "line 3: keys[0].sha256: is not the 64 hexadecimal digits",
     ONE.replace(H, f"{H}0"): "line 3: keys[0].sha256: is not the 64 hexadecimal digits",
     ONE + "  requestsPerSecond: fast": (
-        "line 4: keys[0].requestsPerSecond: 'fast' is not a number from 0.001 to 1,000,000, as 0.5 or 20; leave"
+        "line 4: keys[0].requestsPerSecond: 'fast' is not a number from 0.001 to 1,000,000, as 0.5 or 20"
     ),
     ONE + "  requestsPerSecond: 0": "line 4: keys[0].requestsPerSecond: '0' is not a number from",
     ONE + "  requestsPerSecond: -1": "line 4: keys[0].requestsPerSecond: '-1' is not a number from",
