@@ -110,7 +110,7 @@ def test_each_role_has_its_own(role: Role) -> None:
     [
         ("connector", "nixle", "", "must be one of auto, nixl, lmcache (it is 'nixle')"),
         ("paused", "yes", "", "must be true or false (it is 'yes')"),
-        ("api-keys-secret", "", "", "must not be empty"),
+        ("api-keys-secret", "", "", "must match ^[a-z0-9]"),
         ("api-keys-secret", "Keys_of", "", "must match ^[a-z0-9]"),
         ("managed", "", "", "must be true or false (it is '')"),
         ("prefill-image", "", "", "must not be empty"),

@@ -49,9 +49,9 @@ class Extensions:
     """False: Tandem leaves the endpoint alone."""
     paused: bool = False
     """True: what belongs to the endpoint is not changed for now."""
+    roles: Mapping[Role, RoleExtensions] = field(default_factory=lambda: {r: RoleExtensions() for r in Role})
     api_keys_secret: str | None = None
     """The Secret with the router's API keys, in the router's namespace."""
-    roles: Mapping[Role, RoleExtensions] = field(default_factory=lambda: {r: RoleExtensions() for r in Role})
 
 
 def parse_annotations(annotations: Mapping[str, str]) -> tuple[Extensions, list[Problem]]:
