@@ -99,8 +99,8 @@ async def test_requests_in_a_second_are_limited_for_each_key(start: Start, keys:
     endpoint = await start(api_keys_file=limited(keys, requestsPerSecond=0.001, burst=2))
     for _ in range(2):
         assert (await endpoint.post(SHORT, **KEY_A)).status_code == 200
-    answer = await endpoint.post(LONG, **KEY_A)
-    assert answer.status_code == 429
+    answer = await endpoint.post(LONG, x_request_id="mine", **KEY_A)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (429, "mine")
     assert 900 < int(answer.headers["retry-after"]) <= 1000
     assert answer.json()["error"] == {
         "message": f"Your key has reached its limit: it may send 0.001 requests per second. Try again in "
@@ -182,6 +182,19 @@ async def test_tokens_are_those_counted_and_those_reported(start: Start, keys: P
     assert (await endpoint.outcomes())["none", "limit", "rejected"] == 1
     assert (await endpoint.post(SHORT, **KEY_A)).status_code == 200, "a short one still has room"
     assert (await endpoint.post(big, **KEY_B)).status_code == 200
+
+
+async def test_prompts_of_a_key_with_a_limit_are_counted_where_no_others_are(
+    start: Start, keys: Path
+) -> None:
+    endpoint = await start(prefill=0, api_keys_file=limited(keys, tokensPerMinute=1000))
+    (decoder,) = endpoint.decode
+    decoder.tokenized.clear()
+    large = {**SHORT, "prompt": "x" * 600}
+    for key, statuses, counted in ((KEY_B, [200, 200], 0), (KEY_A, [200, 429], 2)):
+        assert [(await endpoint.post(large, **key)).status_code for _ in range(2)] == statuses
+        assert len(decoder.tokenized) == counted
+    assert len(decoder.requests) == 3
 
 
 async def test_a_stream_that_does_not_say_has_as_many_tokens_as_events(start: Start, keys: Path) -> None:
