@@ -40,8 +40,8 @@ from mixed import APART, HEAVY, LIGHT, WITHOUT, Load
 from pages import goals_table, insert
 from quiet import undisturbed
 
-from tandem.bench.load import LoadError  # noqa: E402
-from tandem.local.errors import LocalError  # noqa: E402
+from tandem.bench.load import LoadError
+from tandem.local.errors import LocalError
 
 DOCS = HERE.parents[1] / "docs"
 PAGE, PICTURE = DOCS / "performance.md", DOCS / "images" / "performance.svg"

@@ -60,6 +60,10 @@ def test_an_endpoint_is_left_alone_or_paused() -> None:
     assert (asked(paused="true").paused, asked(paused="false").paused) == (True, False)
 
 
+def test_the_secret_of_api_keys_is_named() -> None:
+    assert asked(api_keys_secret="keys.of-chat").api_keys_secret == "keys.of-chat"
+
+
 @pytest.mark.parametrize("name", ["auto", "nixl", "lmcache"])
 def test_the_connector_is_named(name: str) -> None:
     assert parse_annotations({ANNOTATION_CONNECTOR: name}) == (Extensions(connector=name), [])
@@ -106,6 +110,8 @@ def test_each_role_has_its_own(role: Role) -> None:
     [
         ("connector", "nixle", "", "must be one of auto, nixl, lmcache (it is 'nixle')"),
         ("paused", "yes", "", "must be true or false (it is 'yes')"),
+        ("api-keys-secret", "", "", "must match ^[a-z0-9]"),
+        ("api-keys-secret", "Keys_of", "", "must match ^[a-z0-9]"),
         ("managed", "", "", "must be true or false (it is '')"),
         ("prefill-image", "", "", "must not be empty"),
         ("prefill-env", "UCX_TLS=rc", "", "must be a list (it is 'UCX_TLS=rc')"),

@@ -21,6 +21,7 @@ COMMANDS = {
     "logs": "show what the processes of an endpoint have written",
     "down": "stop an endpoint of this machine",
     "router": "run the router alone",
+    "keys": "make API keys for the router, and check the file that lists them",
     "operator": "run endpoints on Kubernetes",
     "sim": "run simulated vLLM engines",
     "validate": "find every mistake in manifests of the resource",
