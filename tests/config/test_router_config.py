@@ -112,6 +112,36 @@ def counting(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def clients(draw: st.DrawFn) -> dict[str, Any]:
+    """How clients are served."""
+    tls: dict[str, Any] = {}
+    if draw(st.booleans()):
+        names = st.sampled_from(["/etc/tls/tls.crt", "-x", "a b"])
+        tls = {
+            "tls_certificate": draw(names),
+            "tls_key": draw(names),
+            "tls_client_ca": draw(st.none() | names),
+        }
+    origins = st.lists(st.sampled_from(["https://app.example", "http://[::1]:3000"]), max_size=2)
+    return {
+        **tls,
+        "max_connections": draw(st.integers(1, 1_000_000)),
+        "max_head_bytes": draw(st.integers(1024, 2**24)),
+        "max_body_bytes": draw(st.integers(1, 2**30)),
+        "head_timeout": draw(seconds(0.1, 3600)),
+        "body_timeout": draw(seconds(0.1, 3600)),
+        "body_rate": draw(seconds(0, 2**30)),
+        "keep_alive_timeout": draw(seconds(0.1, 86_400)),
+        "write_timeout": draw(seconds(0.1, 86_400)),
+        "engine_keep_alive": draw(seconds(0, 3600)),
+        "heartbeat": draw(st.none() | seconds(0.1, 3600)),
+        "cors_origins": tuple(draw(origins | st.just(["*"]))),
+        "cors_methods": tuple(draw(st.lists(st.sampled_from(["GET", "POST"]), max_size=2))),
+        "cors_headers": tuple(draw(st.lists(st.sampled_from(["authorization", "x-a"]), max_size=2))),
+    }
+
+
+@st.composite
 def configurations(draw: st.DrawFn) -> RouterConfig:
     urls = draw(st.lists(URLS, min_size=1, max_size=6, unique=True))
     decoders = draw(st.integers(1, len(urls)))
@@ -161,6 +191,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         queue_timeout=draw(seconds(0, 60)),
         overflow_status_code=draw(st.integers(400, 599)),
         **draw(discovered() | lmcache(decoders)),
+        **draw(clients()),
         drain_delay=draw(seconds(0, 600)),
         drain_timeout=draw(seconds(0, 86_400)),
         explain=draw(st.booleans()),
@@ -281,6 +312,26 @@ def test_the_documented_command_line_is_read() -> None:
         ("--invocation-path /a?b", "'/a?b' is not a plain path"),
         ("--invocation-path /%61", "'/%61' is not a plain path"),
         ("--default-chat-template-kwargs [1]", "'[1]' is not a JSON object"),
+        ("--max-connections 0", "0 is outside 1 … "),
+        ("--max-head-bytes 1023", "1023 is outside 1024 … "),
+        ("--max-body-bytes 0", "0 is outside 1 … "),
+        ("--max-body-bytes 1073741825", "1073741825 is outside 1 … "),
+        ("--head-timeout 0", "0 is outside 0.1 … 3600"),
+        ("--body-timeout 3601", "3601 is outside 0.1 … 3600"),
+        ("--body-rate -1", "-1 is outside 0 … "),
+        ("--keep-alive-timeout 0", "0 is outside 0.1 … 86400"),
+        ("--write-timeout inf", "inf is outside 0.1 … 86400"),
+        ("--engine-keep-alive -1", "-1 is outside 0 … 3600"),
+        ("--heartbeat 0", "0 is outside 0.1 … 3600"),
+        ("--cors-origins app.example", "'app.example' is no origin, as https://app.example"),
+        ("--cors-origins https://app.example/", "'https://app.example/' is no origin"),
+        ("--cors-origins null", "'null' is no origin"),
+        ("--cors-origins https://*.example", "'https://*.example' is no origin"),
+        (
+            "--cors-methods DELETE",
+            "'DELETE' is none of GET, HEAD and POST, which are all that a router takes",
+        ),
+        ("--cors-headers x:y", "'x:y' is not the name of a header"),
         ("--prefill https://p:1", "'https://p:1' is not an http:// URL"),
         ("--prefill p:1", "'p:1' is not an http:// URL"),
         ("--prefill http://p", "'http://p' needs a host and a port"),
@@ -316,6 +367,12 @@ TEXT_FLAGS = [
     "--kv-events",
     "--session-header",
     "--session-field",
+    "--tls-certificate",
+    "--tls-key",
+    "--tls-client-ca",
+    "--cors-origins",
+    "--cors-methods",
+    "--cors-headers",
 ]
 
 
@@ -347,6 +404,13 @@ def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
         (
             "--decode http://a:1 --host 0.0.0.0 --port 9 --admin-host 10.0.0.1 --admin-port 9",
             "--port and --admin-port: both are 9; give",
+        ),
+        ("--decode http://a:1 --tls-key k", "--tls-key: needs --tls-certificate, which is not given"),
+        ("--decode http://a:1 --tls-certificate c", "--tls-certificate: needs --tls-key, which is not given"),
+        ("--decode http://a:1 --tls-client-ca c", "--tls-client-ca: needs --tls-certificate and --tls-key"),
+        (
+            "--decode http://a:1 --cors-origins * https://a",
+            "--cors-origins: \\* is all of them; give it alone",
         ),
         ("--decode http://a:1 http://a:1/", "--decode: http://a:1 is given twice"),
         ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: http://p:1 is given twice"),
@@ -599,6 +663,8 @@ LIMIT = "--max-concurrent-requests 9"
         ("--overflow-status-code 503", PAIR, LIMIT),
         ("--queue-timeout 9", f"{PAIR} --max-queue-size 9", LIMIT),
         ("--queue-timeout 9", f"{PAIR} {LIMIT}", "--max-queue-size 9"),
+        ("--cors-methods POST", PAIR, "--cors-origins *"),
+        ("--cors-headers x-a", PAIR, "--cors-origins *"),
         ("--lmcache-receivers 1:2", PAIR, LMCACHE),
         ("--lmcache-notify 127.0.0.1:1", PAIR, LMCACHE),
         ("--lmcache-chunk-size 9", PAIR, LMCACHE),

@@ -7,12 +7,12 @@ below.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from tandem.config.clients import ClientsConfig
 from tandem.config.engines import EngineSpec, Subscription, engine_spec, engine_text, listening_host
+from tandem.config.options import option as _option
 from tandem.config.values import (
     ReceiverPorts,
     between,
@@ -37,18 +37,13 @@ DECODING_PATH = "/ready/decode"
 """Where a router says whether requests are answered at all, by decoders alone where need be."""
 
 
-def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING) -> Any:
-    metadata = {"help": help, "parse": parse}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
-
-
 def _overlap(host: str, other: str) -> bool:
     """Whether one address may be the other, or all of them."""
     return host == other or not {host, other}.isdisjoint({"0.0.0.0", "::"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(ClientsConfig):
     """What one router process is started with. Times are seconds, sizes are bytes."""
 
     # The router
@@ -369,6 +364,7 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.prefill and not (self.decode or self.discovers):
             raise ValueError("--prefill: prefill engines need decode engines to hand over to (--decode)")
         if not (self.decode or self.engine or self.discovers):

@@ -16,7 +16,7 @@ import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tandem.config import DECODING_PATH, RouterConfig, without_effect
-from tandem.http import Client, Handler, Request, Responder, Server, serve
+from tandem.http import Client, Request, Responder, Server
 from tandem.prompt import PromptCounter
 from tandem.router.admin import Admin
 from tandem.router.budgets import Budgets
@@ -38,6 +38,7 @@ from tandem.router.headers import request_id
 from tandem.router.keys import Caller, KeyFile, KeyStore
 from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
+from tandem.router.listening import listen, listening
 from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
 from tandem.router.model_files import ModelFiles
@@ -94,8 +95,8 @@ class App:
         self.draining = False
 
     async def __call__(self, request: Request, responder: Responder) -> None:
-        # No path here has an escape; one that needs decoding first might mean another to a proxy in front.
-        escaped = b"%" in request.target.partition(b"?")[0]
+        # What needs decoding first (escapes, an absolute URL) might mean another path to a proxy in front.
+        escaped = request.target.partition(b"?")[0] != request.path.encode()
         generates = request.path in self._generation and not escaped
         caller: Caller | None = None
         if self._keys is not None and (request.path.startswith("/v1/") or request.path in self._generation):
@@ -123,7 +124,8 @@ class App:
 
     def _refuse(self, request: Request, responder: Responder, *, allow: bytes) -> None:
         if not allow:
-            error = ApiError(404, f"There is no {request.path} here.", kind="not_found_error")
+            path = request.target.partition(b"?")[0].decode("latin-1")
+            error = ApiError(404, f"There is no {path} here.", kind="not_found_error")
             responder.send(404, error.headers(), error.body())
         else:
             error = ApiError(405, f"{request.path} does not take {request.method}.")
@@ -174,7 +176,7 @@ async def running(
     keys = KeyFile(config.api_keys_file) if config.api_keys_file is not None else None
     authorization = EngineAuthorization(config)
     connector = _connector(config)
-    client = Client()
+    client = Client(keep_alive=config.engine_keep_alive)
     fleet = Fleet(
         suspect_after=config.suspect_after,
         survives_decoder_restart=connector.survives_decoder_restart,
@@ -262,9 +264,9 @@ async def running(
         await stack.enter_async_context(_background(authorization.follow()))
         await stack.enter_async_context(_background(prober.run()))
         if config.admin_port is not None:
-            app.admin = await _listen(admin, "--admin-", config.admin_host, config.admin_port)
+            app.admin = await listen(admin, "--admin-", config.admin_host, config.admin_port)
             stack.push_async_callback(app.admin.close)
-        server = await _listen(app, "--", config.host, config.port)
+        server = await stack.enter_async_context(listening(config, app))
         try:
             yield server, app
         finally:
@@ -276,14 +278,6 @@ async def running(
                     logger.warning("not every answer was finished within %g s", config.drain_timeout)
             finally:
                 await server.close()
-
-
-async def _listen(handler: Handler, flags: str, host: str, port: int) -> Server:
-    """Raises OSError that names the flags of the place: those that begin so."""
-    try:
-        return await serve(handler, host, port)
-    except OSError as error:
-        raise OSError(f"{flags}host {host} {flags}port {port}: cannot listen there: {error}") from error
 
 
 @asynccontextmanager
@@ -323,7 +317,8 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
         loop.add_signal_handler(number, stop.set)
     async with running(config, local) as (server, app):
         host = f"[{config.host}]" if ":" in config.host else config.host
-        logger.info("listening on http://%s:%d", host, server.port)
+        scheme = "http" if config.tls_certificate is None else "https"
+        logger.info("listening on %s://%s:%d", scheme, host, server.port)
         if app.admin is not None:
             logger.info("admin port: http://%s:%d", config.admin_host, app.admin.port)
         logger.info(

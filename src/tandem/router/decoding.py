@@ -84,7 +84,7 @@ class Decoding:
             job.scan, job.usage = None, usage
         if reply.status == 200 and handover is not None:
             handover.taken()
-        job.responder.send(reply.status, reply.headers, reply.body)
+        job.answer.send(reply.status, reply.headers, reply.body)
         return "ok" if reply.status == 200 else "rejected"
 
     async def _relay(
@@ -103,7 +103,7 @@ class Decoding:
                 self._metrics.handoff.observe(now - leg.sent)
 
         relay = StreamRelay(
-            job.responder,
+            job.answer,
             response,
             headers,
             silent_events=1 if job.api is Api.CHAT else 0,
@@ -116,18 +116,18 @@ class Decoding:
         await response.relay(relay)
         relay.end()
         scan = relay.scan
-        if not job.responder.started:
+        if not job.answer.started:
             said = scan.error or scan.finish_reason or "no answer"
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
         if scan.done and scan.error is None and scan.finish_reason is None:
-            job.responder.finish()
+            job.answer.finish()
             self._outputs.seen(scan.events)  # about as many as tokens
             return "ok"
         if scan.error is None:
             why = scan.finish_reason or "no [DONE]"
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} ended its answer early ({why})")
         self._metrics.leg_failures.labels("decode", "in_band_error").inc()
-        job.responder.abort()  # the engine's own error event has been relayed
+        job.answer.break_off()  # the engine's own error event has been relayed
         return "failed"
 
     def _explanation(self, job: Job, decoder: Engine) -> Headers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.http import Request, Responder, StreamScan
+from tandem.http import Request, StreamScan
+from tandem.router.answer import Answer
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.engines import Engine
@@ -45,7 +46,7 @@ class Reason(StrEnum):
 @dataclass(slots=True)
 class Job:
     request: Request
-    responder: Responder
+    answer: Answer
     api: Api
     body: Body
     id: str

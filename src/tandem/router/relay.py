@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.http import Headers, Responder, Response, StreamScan
+from tandem.router.answer import Answer
 from tandem.router.reported import Usage
 
 
@@ -53,6 +54,7 @@ class StreamRelay:
     """
 
     __slots__ = (
+        "_answer",
         "_clock",
         "_headers",
         "_held",
@@ -67,7 +69,7 @@ class StreamRelay:
 
     def __init__(
         self,
-        responder: Responder,
+        answer: Answer,
         response: Response,
         headers: Headers,
         *,
@@ -76,7 +78,8 @@ class StreamRelay:
         observe_gap: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._responder = responder
+        self._answer = answer
+        self._responder: Responder | None = None
         self._response = response
         self._headers = headers
         self._silent_events = silent_events
@@ -84,13 +87,13 @@ class StreamRelay:
         self._observe_gap = observe_gap
         self._clock = clock
         self._held = b""
-        self._last: float | None = None
+        self._last = 0.0
         self.scan = StreamScan()
 
     def __call__(self, data: bytes) -> None:
         now = self._clock()
         self.scan.feed(data)
-        if self._last is not None:
+        if self._responder is not None:
             self._observe_gap(now - self._last)
             self._last = now
             self._responder.write(data)
@@ -104,13 +107,12 @@ class StreamRelay:
     def end(self) -> None:
         """The body is whole: what is still held goes out, unless it is an error."""
         self.scan.end()
-        if self._last is None and self.scan.done and not (self.scan.error or self.scan.finish_reason):
+        if self._responder is None and self.scan.done and not (self.scan.error or self.scan.finish_reason):
             self._start(self._clock())
 
     def _start(self, now: float) -> None:
         self._last = now
-        self._responder.attach(self._response)
-        self._responder.start(self._response.status, self._headers)
+        self._responder = self._answer.start(self._response.status, self._headers, self._response)
         self._responder.write(self._held)
         self._held = b""
         self._on_first(now)
