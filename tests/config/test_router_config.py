@@ -93,6 +93,16 @@ def discovered(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def identity(draw: st.DrawFn) -> dict[str, Any]:
+    key = draw(st.none() | TEXT)
+    return {
+        "api_keys_file": draw(st.none() | TEXT),
+        "engine_key_file": key,
+        "engine_authorization": draw(st.sampled_from([None, "drop", *([] if key else ["pass"])])),
+    }
+
+
+@st.composite
 def counting(draw: st.DrawFn) -> dict[str, Any]:
     """Files that are here, or that are fetched."""
     if draw(st.booleans()):
@@ -154,6 +164,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         ramp_up=draw(seconds(0, 3600)),
         counted_model=tuple(draw(st.lists(TEXT, max_size=2))),
         **draw(counting()),
+        **draw(identity()),
         admin_host=draw(LISTENING),
         admin_port=draw(st.none() | st.integers(0, 65535)),
         chat_template=draw(st.none() | TEXT),
@@ -296,6 +307,7 @@ def test_the_documented_command_line_is_read() -> None:
         ("--host 127.0.0.1:80", "'127.0.0.1:80' is no name or address of a host"),
         ("--admin-host http://localhost", "'http://localhost' is no name or address of a host"),
         ("--log-level loud", "'loud' is not one of debug"),
+        ("--engine-authorization keep", "'keep' is not one of pass, drop"),
         ("--invocation-path invocations", "'invocations' is not a plain path, as /invocations"),
         ("--invocation-path /a?b", "'/a?b' is not a plain path"),
         ("--invocation-path /%61", "'/%61' is not a plain path"),
@@ -338,6 +350,8 @@ TEXT_FLAGS = [
     "--host",
     "--admin-host",
     "--discover-file",
+    "--api-keys-file",
+    "--engine-key-file",
     "--served-model-name",
     "--model-path",
     "--tokenizer",
@@ -425,6 +439,10 @@ def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
             "--lmcache-receivers b:1:2",
             "1 are given for 2 decode engines",
         ),
+        (
+            "--decode http://a:1 --engine-authorization pass --engine-key-file key",
+            "--engine-authorization pass: excludes --engine-key-file",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags: str, said: str) -> None:
@@ -452,6 +470,20 @@ def test_decode_engines_that_are_discovered_have_their_receivers_where_one_says_
         read(f"{flags} {receivers}".split())
     config = read(f"{flags} --lmcache-receivers 7300:7400".split())
     assert config.receiver("http://new:1") == ("new", ReceiverPorts(None, (7300,), (7400,)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [
+        ("", True),
+        ("--api-keys-file f", False),
+        ("--engine-key-file f", False),
+        ("--engine-authorization drop", False),
+        ("--engine-authorization pass --api-keys-file f", True),
+    ],
+)
+def test_engines_get_a_clients_key_unless_it_is_the_routers(flags: str, passes: bool) -> None:
+    assert read(["--decode", "http://a:1", *flags.split()]).passes_authorization is passes
 
 
 def test_an_ipv6_engine_keeps_its_brackets() -> None:

@@ -126,6 +126,21 @@ def validated(manifest: Manifest) -> list[str]:
     return str(message).split("; ")
 
 
+LEFT_OUT = "Tandem leaves it out"
+
+
+def test_what_is_said_of_status_is_what_the_operator_writes() -> None:
+    found = BASES["lmcache, s3"] | {"metadata": {"name": "a", "namespace": "team-a", "uid": "1"}}
+    made = desired(found, SETTINGS)
+    owned = [{**o, "status": {"replicas": 1}} for o in made.objects]
+    now = datetime(2026, 11, 30, tzinfo=UTC)
+    status = new_status(found, {}, made.outcome, owned, (), {}, paused=False, now=now)
+    told = {p: row.does or schemas()[p][0]["description"] for row, p in ROWS if row.effect == "status"}
+    left_out = [path for path, words in told.items() if LEFT_OUT in words]
+    assert left_out
+    assert [path for path in told if value_at({"status": status}, place(path)) is None] == left_out
+
+
 @pytest.mark.parametrize(("row", "path"), WITHOUT_ANY)
 def test_what_has_no_effect_is_told_and_changes_nothing(row: Row, path: str) -> None:
     tried = 0

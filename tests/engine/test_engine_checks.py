@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +13,6 @@ from typing import Any
 import pytest
 
 from tandem.engine.flag_checks import Flags, flag_findings
-from tandem.engine.kv_size import kv_bytes_per_token
 from tandem.engine.roles import Source
 from tandem.engine.validation import validate
 
@@ -113,12 +116,6 @@ def test_the_last_of_several_settings_counts() -> None:
     assert found("--max-num-seqs", "x", "--max-num-seqs", "8") == []
 
 
-LLAMA_70B = {
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "hidden_size": 8192,
-}
 KVAWARE = {
     "intelligentRoutingSpec": {"routingStrategy": "kvaware"},
     "invocationEndpoint": "v1/completions",
@@ -217,7 +214,21 @@ def test_a_plain_pair_is_fine() -> None:
             {"environmentVariables": [{"name": "PYTHONHASHSEED", "value": "random"}], "image": LMCACHE},
             [("IEC406", "spec.worker.environmentVariables[0].value")],
         ),
+        ({"environmentVariables": [{"name": "PYTHONHASHSEED"}]}, []),
+        (
+            {"environmentVariables": [{"name": "PYTHONHASHSEED"}], "image": LMCACHE},
+            [("IEC406", "spec.worker.environmentVariables[0].value")],
+        ),
+        ({"environmentVariables": [{"name": "PYTHONHASHSEED", "value": "$(X)"}], "image": LMCACHE}, []),
         ({"image": LMCACHE, "args": ["-dp", "2", "-dpl", "1"]}, [("IEC406", "spec.worker.args[0]")]),
+        # LMCache's decoders have no prefix cache; prefillers may
+        (
+            {"image": LMCACHE, "pd": {"decodingSpec": {"args": ["--enable-prefix-caching"]}}},
+            [("IEC519", "spec.pdSpec.decodingSpec.args[0]")],
+        ),
+        ({"image": LMCACHE, "pd": {"prefillSpec": {"args": ["--enable-prefix-caching"]}}}, []),
+        ({"image": LMCACHE, "pd": {"decodingSpec": {"args": ["--no-enable-prefix-caching"]}}}, []),
+        ({"pd": {"decodingSpec": {"args": ["--enable-prefix-caching"]}}}, []),
         # KV events
         (
             {"spec": KVAWARE, "args": ["-dp", "44", "-dpl", "1"]},
@@ -244,40 +255,48 @@ def test_engines_are_judged(fields: dict[str, Any], said: list[tuple[str, str]])
     assert judged(**fields) == said
 
 
-def test_flags_are_not_misread_where_the_list_is_no_list_of_strings() -> None:
-    assert judged(args=["--port", 9]) == [("IEC103", "spec.worker.args[1]")]
-    assert {rule for rule, _ in judged(pd={"prefillSpec": {"args": "--port 9"}})} == {"IEC103"}
+SEED = "metadata.annotations[tandem.dev/decode-env][0].value"
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "size"),
+    ("value", "image", "said"),
     [
-        # Llama 3.3 70B: 327,680 bytes, 40,960 on each of 8 ranks
-        (LLAMA_70B, 1, 327_680),
-        (LLAMA_70B, 8, 40_960),
-        (LLAMA_70B | {"head_dim": 128}, 16, 40_960),
-        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}, 1, 256),
-        # DeepSeek V3: a latent vector of 576, whole on each rank
-        (
-            {
-                "num_hidden_layers": 61,
-                "num_attention_heads": 128,
-                "kv_lora_rank": 512,
-                "qk_rope_head_dim": 64,
-            },
-            8,
-            70_272,
-        ),
-        ({"text_config": {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}}, 1, 32),
-        ({}, 1, None),
-        ({"text_config": 3}, 1, None),
-        ({"num_hidden_layers": "80"}, 1, None),
+        ("7", LMCACHE, [("IEC406", SEED)]),
+        ("0", LMCACHE, []),
+        ("00", LMCACHE, []),
+        ("random", LMCACHE, [("IEC406", SEED)]),
+        ("seven", LMCACHE, [("IEC232", SEED)]),
+        ("seven", "vllm/vllm-openai:v0.19.0", [("IEC232", SEED)]),
+        ("7", "vllm/vllm-openai:v0.19.0", []),
     ],
 )
-def test_kv_bytes_are_those_of_the_models_config(
-    config: dict[str, Any], ranks: int, size: int | None
+def test_a_role_that_seeds_hashes_otherwise_finds_no_kv_of_lmcaches(
+    value: str, image: str, said: list[tuple[str, str]]
 ) -> None:
-    assert kv_bytes_per_token(config, ranks) == size
+    """The other role has what Tandem sets, 0."""
+    own = f'[{{"name": "PYTHONHASHSEED", "value": "{value}"}}]'
+    resource = copy.deepcopy(RESOURCE)
+    resource["metadata"]["annotations"] = {"tandem.dev/decode-env": own}
+    resource["spec"]["worker"]["image"] = image
+    resource["spec"]["pdSpec"] = {"prefillSpec": GPU, "decodingSpec": GPU}
+    assert [(f.rule, f.path) for f in validate(resource).findings] == said
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["0", "007", " 7", "+7", "00000000007", "4294967295", "", "random", "4294967296", "-1", "7 ", "7.0", "x"],
+)
+def test_the_seeds_that_are_called_wrong_python_does_not_start_with(value: str) -> None:
+    env = {**os.environ, "PYTHONHASHSEED": value}
+    done = subprocess.run([sys.executable, "-S", "-c", ""], env=env, capture_output=True, check=False)
+    variables = [{"name": "PYTHONHASHSEED", "value": value}]
+    told = judged(environmentVariables=variables) == [("IEC232", "spec.worker.environmentVariables[0].value")]
+    assert told is (done.returncode != 0)
+
+
+def test_flags_are_not_misread_where_the_list_is_no_list_of_strings() -> None:
+    assert judged(args=["--port", 9]) == [("IEC103", "spec.worker.args[1]")]
+    assert {rule for rule, _ in judged(pd={"prefillSpec": {"args": "--port 9"}})} == {"IEC103"}
 
 
 def test_arguments_and_variables_beyond_what_a_program_is_started_with_are_told_and_not_read() -> None:

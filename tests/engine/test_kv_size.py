@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.kv_size import KNOWN, UPPER_BOUND, token_size
+from tandem.engine.kv_size import KNOWN, UPPER_BOUND, kv_bytes_per_token, token_size
 from tandem.engine.pd_buffer import given_bytes, pd_buffer
 
 GIB = 1 << 30
@@ -47,6 +47,45 @@ def test_a_model_that_is_not_known_gets_an_upper_bound(name: str) -> None:
 def test_the_upper_bound_is_one() -> None:
     largest = max(2 * layers * heads * size * 2 for layers, heads, size in KNOWN.values())
     assert largest < UPPER_BOUND
+
+
+LLAMA_70B_CONFIG = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "size"),
+    [
+        # Llama 3.3 70B: 327,680 bytes, 40,960 on each of 8 ranks
+        (LLAMA_70B_CONFIG, 1, 327_680),
+        (LLAMA_70B_CONFIG, 8, 40_960),
+        (LLAMA_70B_CONFIG | {"head_dim": 128}, 16, 40_960),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}, 1, 256),
+        # DeepSeek V3: a latent vector of 576, whole on each rank
+        (
+            {
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64,
+            },
+            8,
+            70_272,
+        ),
+        ({"text_config": {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}}, 1, 32),
+        ({}, 1, None),
+        ({"text_config": 3}, 1, None),
+        ({"num_hidden_layers": "80"}, 1, None),
+    ],
+)
+def test_kv_bytes_are_those_of_the_models_config(
+    config: dict[str, Any], ranks: int, size: int | None
+) -> None:
+    assert kv_bytes_per_token(config, ranks) == size
 
 
 def test_config_json_counts_before_the_name() -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.api import Role
+from tandem.engine.validation import validate
 from tandem.operator import RenderError
 
-from .endpoints import NAMES, VARIANTS, endpoint, engine, of_kind, pod, rendered, variables
+from .endpoints import NAMES, VARIANTS, changed, endpoint, engine, of_kind, pod, rendered, variables
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
@@ -174,6 +176,29 @@ def test_no_variable_is_given_twice_and_references_look_back(variant: str) -> No
             seen.add(variable["name"])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variable_is_as_the_resource_says_or_that_it_is_not_is_told(variant: str) -> None:
+    """Also one that LMCache would read before its file."""
+    name, changes = VARIANTS[variant]
+    made = rendered(name, changes)
+    files = [yaml.safe_load(c["data"].get("lmcache.yaml", "{}")) for c in of_kind(made, "ConfigMap")]
+    keys = {f"LMCACHE_{key.upper()}" for file in files for key in file}
+    for role in roles(name):
+        before = {v["name"]: v for v in engine(made, role)["env"]}
+        # Of this one others are made, and a role's annotation has another.
+        tried = sorted((before.keys() | keys) - {"PD_BUFFER_SIZE", "A"})
+        mine = [{"name": variable, "value": "7"} for variable in tried]
+        size = [before["PD_BUFFER_SIZE"]] if "PD_BUFFER_SIZE" in before else []
+        resource = {**changes, "spec.worker.environmentVariables": [*mine, *size]}
+        after = {v["name"]: v for v in engine(rendered(name, resource), role)["env"]}
+        replaced = [i for i, v in enumerate(mine) if after.get(v["name"]) != v]
+        assert replaced
+        for i in replaced:
+            assert after.get(tried[i]) == before.get(tried[i])
+        told = [f.path for f in validate(changed(name, resource)).findings if f.rule == "IEC521"]
+        assert told == [f"spec.worker.environmentVariables[{i}]" for i in replaced]
+
+
 def test_the_resources_variables_stay_as_they_are() -> None:
     found = variables(engine(rendered("dpd-s3"), Role.DECODE))
     assert found["PD_BUFFER_SIZE"] == "8589934592"
@@ -197,6 +222,22 @@ def test_efa_comes_with_libfabric_and_its_environment() -> None:
         )
 
 
+def test_huge_pages_of_the_roles_own_stay_as_many() -> None:
+    own = {"limits": {"nvidia.com/gpu": "8", "hugepages-2Mi": "1Gi"}}
+    made = rendered("dpd-nixl", {"spec.pdSpec.decodingSpec.resources": own})
+    found = engine(made, Role.DECODE)["resources"]
+    assert found["limits"] == own["limits"] | {"vpc.amazonaws.com/efa": "16"}
+    assert found["requests"]["vpc.amazonaws.com/efa"] == "16"
+    assert found["requests"].get("hugepages-2Mi", "1Gi") == "1Gi"
+    (sizes,) = (
+        d["metadata"]["annotations"]["tandem.dev/sizes"]
+        for d in of_kind(made, "Deployment")
+        if d["metadata"]["name"] == "decode-pd-hf"
+    )
+    assert "EFA: 16 interfaces" in sizes
+    assert "2 MiB pages" not in sizes
+
+
 def test_without_efa_it_is_ucx_and_the_notes_say_so(vllm_parse: Parse) -> None:
     made = rendered(*VARIANTS["without EFA"])
     for role in Role:
@@ -205,7 +246,7 @@ def test_without_efa_it_is_ucx_and_the_notes_say_so(vllm_parse: Parse) -> None:
         assert "vpc.amazonaws.com/efa" not in found["resources"]["limits"]
         config = vllm_parse(found["args"]).kv_transfer_config
         assert config.kv_connector_extra_config["backends"] == ["UCX"]
-    assert any(note.startswith("EFA: no interfaces") for note in made.notes)
+    assert any("as those of ml.g6e.48xlarge are not known" in note for note in made.notes)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +282,26 @@ def test_one_role_without_efa_leaves_both_on_ucx(vllm_parse: Parse) -> None:
     for role in Role:
         config = vllm_parse(engine(made, role)["args"]).kv_transfer_config
         assert config.kv_connector_extra_config["backends"] == ["UCX"]
+
+    assert "EFA: none for the decode engines, as their resources say; KV goes over UCX" in made.notes
+
+
+def test_instance_types_that_differ_in_efa_are_told_apart_from_unknown_ones() -> None:
+    types = {"spec.instanceType": ..., "spec.instanceTypes": ["ml.p5.48xlarge", "ml.p5en.48xlarge"]}
+    (note,) = [n for n in rendered("dpd-nixl", types).notes if n.startswith("EFA")]
+    assert "as the types differ (ml.p5.48xlarge has 32, ml.p5en.48xlarge has 16); KV goes over UCX" in note
+
+
+def test_a_worker_that_nothing_says_is_vllm_starts_what_its_image_says() -> None:
+    """HyperPod's first sample: an image of DJL, whose own arguments start it. Ours would replace them."""
+    other = {"spec.intelligentRoutingSpec": ..., "spec.kvCacheSpec": ..., "spec.worker.args": ...}
+    image = {"spec.worker.image": "registry.example/djl-inference:0.32.0-lmi14.0.0-cu124"}
+    assert "args" not in engine(rendered("colocated-routing", other | image), None)
+    flags = {"spec.worker.args": ["--model", "/opt/ml/model"]}
+    assert engine(rendered("colocated-routing", other | image | flags), None)["args"][2:] == [
+        "--port",
+        "8000",
+    ]
 
 
 def test_a_roles_annotations_reach_its_pods_alone() -> None:

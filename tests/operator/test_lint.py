@@ -186,6 +186,18 @@ def test_selectors_find_the_pods(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_every_deployment_has_its_policy_and_a_budget_that_blocks_no_node(variant: str) -> None:
+    made = rendered(*VARIANTS[variant])
+    for kind, selector in (("NetworkPolicy", "podSelector"), ("PodDisruptionBudget", "selector")):
+        chosen = [(o["metadata"]["namespace"], o["spec"][selector]) for o in of_kind(made, kind)]
+        pods_of = [(d["metadata"]["namespace"], d["spec"]["selector"]) for d in of_kind(made, "Deployment")]
+        assert chosen == pods_of
+    for budget in of_kind(made, "PodDisruptionBudget"):
+        assert budget["spec"]["maxUnavailable"] == 1
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_services_lead_to_ports_that_pods_have(variant: str) -> None:
     made = rendered(*VARIANTS[variant])
     for service in of_kind(made, "Service"):

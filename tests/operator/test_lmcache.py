@@ -20,20 +20,25 @@ from tandem.operator.notes import notes
 from .endpoints import VARIANTS, engine, planned, rendered, variables
 
 LOAD = """
-import json, logging, sys
-unknown = []
-logging.Handler.handle = lambda self, record: unknown.append(record.getMessage())
-from lmcache.v1.config import LMCacheEngineConfig, load_engine_config_with_overrides
-config = load_engine_config_with_overrides()
-print(json.dumps({
-    "values": {k: getattr(config, k, None) for k in sys.argv[1].split(",")},
-    "unknown": [m for m in unknown if "nknown" in m or "deprecated" in m],
-}, default=str))
+import json, logging, os, sys
+told = []
+logging.Handler.handle = lambda self, record: told.append(record.getMessage())
+from lmcache.v1.config import load_engine_config_with_overrides
+found = []
+for environment in json.loads(sys.argv[1]):
+    told.clear()
+    os.environ.update(environment)
+    config = load_engine_config_with_overrides()
+    for name in environment:
+        del os.environ[name]
+    values = {key: getattr(config, key, None) for key in sys.argv[2].split(",")}
+    found.append({"values": values, "unknown": [m for m in told if "nknown" in m or "deprecated" in m]})
+print(json.dumps(found, default=str))
 """
 KEYS = (
     "chunk_size,local_cpu,max_local_cpu_size,save_unfull_chunk,enable_pd,transfer_channel,nixl_backends,pd_role,"
     "pd_buffer_size,pd_buffer_device,pd_proxy_host,pd_proxy_port,pd_peer_host,pd_peer_init_port,"
-    "pd_peer_alloc_port,pd_backend_mode,remote_url,save_decode_cache"
+    "pd_peer_alloc_port,pd_backend_mode,remote_url,remote_serde,save_decode_cache"
 )
 OF_HYPERPOD = Path(os.environ.get("LMCACHE_0_4_3", Path(sys.prefix) / "lmcache-0.4.3"))
 
@@ -52,31 +57,59 @@ def library(request: pytest.FixtureRequest) -> str:
     return str(OF_HYPERPOD)
 
 
-def loaded(library: str, folder: Path, text: str, environment: dict[str, str]) -> dict[str, Any]:
-    """What LMCache makes of a file and the variables of a container."""
-    file = folder / "lmcache.yaml"
-    file.write_text(text, "utf-8")
-    own = {k: v.replace("$(POD_IP)", "10.0.0.8") for k, v in environment.items() if k.startswith("LMCACHE_")}
-    env = {**os.environ, **own, "LMCACHE_CONFIG_FILE": str(file)}
-    if library:
-        env["PYTHONPATH"] = library
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, KEYS], env=env, capture_output=True, text=True, check=False
-    )
+Config = tuple[str, dict[str, str]]
+"""The text of a file, and the variables of a container."""
+
+
+def loaded(library: str, folder: Path, *configs: Config) -> list[dict[str, Any]]:
+    """What LMCache makes of each."""
+    environments = []
+    for i, (text, given) in enumerate(configs):
+        file = folder / f"lmcache-{i}.yaml"
+        file.write_text(text, "utf-8")
+        own = {k: v.replace("$(POD_IP)", "10.0.0.8") for k, v in given.items() if k.startswith("LMCACHE_")}
+        environments.append({**own, "LMCACHE_CONFIG_FILE": str(file)})
+    env = {**os.environ, **({"PYTHONPATH": library} if library else {})}
+    words = [sys.executable, "-c", LOAD, json.dumps(environments), KEYS]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["unknown"] == [], "LMCache knows every key"
-    values: dict[str, Any] = found["values"]
-    return values
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert [one["unknown"] for one in found if one["unknown"]] == [], "LMCache knows every key"
+    return [one["values"] for one in found]
+
+
+L2 = {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://r:6379"}
+
+
+def test_every_configuration_is_read_as_it_is_written(library: str, tmp_path: Path) -> None:
+    shapes = [
+        *VARIANTS.values(),
+        ("dpd-s3", {"spec.kvCacheSpec": {"enableL2Cache": True, "l2CacheSpec": L2}}),
+    ]
+    shapes.append(("dpd-s3", {"spec.instanceType": ...}))  # without EFA
+    configs: list[Config] = []
+    for shape in shapes:
+        plan, made = planned(*shape), rendered(*shape)
+        for pool in plan.pools:
+            (of_pool,) = (
+                o
+                for o in made.objects
+                if o["metadata"]["name"] == plan.names.pool(pool.role) and o["kind"] == "ConfigMap"
+            )
+            if "lmcache.yaml" in of_pool["data"]:
+                configs.append((of_pool["data"]["lmcache.yaml"], variables(engine(made, pool.role))))
+    written = [yaml.safe_load(text) for text, _ in configs]
+    assert set().union(*written) <= set(KEYS.split(","))
+    assert {key for keys in written for key in keys} >= {"remote_url", "pd_peer_init_port", "pd_proxy_host"}
+    for keys, values in zip(written, loaded(library, tmp_path, *configs), strict=True):
+        assert {key: values[key] for key in keys} == keys
 
 
 @pytest.mark.parametrize("variant", ["dpd-s3", "dpd-nvme"])
 def test_both_roles_are_halves_of_one_hand_off(library: str, tmp_path: Path, variant: str) -> None:
     plan, made = planned(*VARIANTS[variant]), rendered(*VARIANTS[variant])
-    sender, receiver = (
-        loaded(library, tmp_path, lmcache_yaml(plan, pool), variables(engine(made, pool.role)))
-        for pool in plan.pools
-    )
+    configs = [(lmcache_yaml(plan, pool), variables(engine(made, pool.role))) for pool in plan.pools]
+    sender, receiver = loaded(library, tmp_path, *configs)
     for of_role in (sender, receiver):
         assert (of_role["enable_pd"], of_role["transfer_channel"]) == (True, "nixl")
         assert of_role["pd_buffer_size"] == {"dpd-s3": 8 << 30, "dpd-nvme": 16 << 30}[variant]
@@ -97,7 +130,7 @@ def test_both_roles_are_halves_of_one_hand_off(library: str, tmp_path: Path, var
 
 def test_colocated_workers_have_l1_and_the_shared_store(library: str, tmp_path: Path) -> None:
     plan, made = planned("colocated-routing"), rendered("colocated-routing")
-    found = loaded(library, tmp_path, lmcache_yaml(plan, plan.pools[0]), variables(engine(made, None)))
+    (found,) = loaded(library, tmp_path, (lmcache_yaml(plan, plan.pools[0]), variables(engine(made, None))))
     assert (found["enable_pd"], found["local_cpu"]) == (False, True)
     assert found["remote_url"] == "redis://redis.team-a.svc.cluster.local:6379"
     assert found["max_local_cpu_size"] == 16
@@ -108,8 +141,10 @@ def test_with_a_file_of_its_own_the_hand_off_comes_by_variables(library: str, tm
     of_container = engine(made, Role.DECODE)
     assert variables(of_container)["LMCACHE_CONFIG_FILE"] == "/cfg/lmcache.yaml"
     assert "lmcache-config" not in {m["name"] for m in of_container["volumeMounts"]}
-    found = loaded(library, tmp_path, "chunk_size: 512\nlocal_cpu: false\n", variables(of_container))
-    assert (found["chunk_size"], found["enable_pd"], found["pd_role"]) == (512, True, "receiver")
+    file = "chunk_size: 512\nlocal_cpu: false\npd_role: sender\n"
+    (found,) = loaded(library, tmp_path, (file, variables(of_container)))
+    assert found["chunk_size"] == 256, "which the router counts in"
+    assert (found["enable_pd"], found["pd_role"], found["save_unfull_chunk"]) == (True, "receiver", True)
     assert found["pd_peer_init_port"] == list(range(7300, 7308))
     assert found["pd_buffer_size"] == 8 << 30
 

@@ -116,7 +116,11 @@ def test_a_trigger_without_what_it_needs_is_told(trigger: dict[str, Any]) -> Non
 
 
 def test_a_region_that_nobody_names_is_told() -> None:
-    changes = {"spec.modelSourceConfig.fsxStorage.dnsName": "fs.example"}
+    changes = {
+        "spec.modelSourceConfig.fsxStorage.dnsName": "fs.example",
+        # Without effect, as the weights are not there.
+        "spec.modelSourceConfig.s3Storage": {"bucketName": "b", "region": "us-west-2"},
+    }
     with pytest.raises(RenderError, match="--region"):
         rendered("colocated-routing", changes, replace(SETTINGS, region=None))
 
@@ -138,6 +142,19 @@ def test_times_are_the_resources() -> None:
     assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 8
     assert behavior["scaleUp"]["stabilizationWindowSeconds"] == 9
     assert spec["triggers"][0]["metadata"]["metricCollectionTime"] == "600", "never less than one period"
+
+
+@pytest.mark.parametrize(
+    ("period", "start", "time"), [(300, 300, 300), (60, 100, 120), (300, 301, 600), (60, 0, 60), (10, 25, 30)]
+)
+def test_cloudwatch_is_asked_for_whole_data_points(period: int, start: int, time: int) -> None:
+    """KEDA refuses parts of one."""
+    trigger = {"metricName": "a", "targetValue": 1}
+    trigger |= {"metricCollectionPeriod": period, "metricCollectionStartTime": start}
+    changes = {"spec.autoScalingSpec": {"cloudWatchTrigger": trigger}}
+    (found,) = triggers(named(rendered("colocated-routing", changes), "ScaledObject", "chat-8b"))
+    assert found["metadata"]["metricStatPeriod"] == str(period)
+    assert found["metadata"]["metricCollectionTime"] == str(time)
 
 
 def test_keda_looks_at_least_once_a_second() -> None:

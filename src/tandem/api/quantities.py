@@ -9,6 +9,7 @@ from typing import Any
 
 GPU = "nvidia.com/gpu"
 EFA = "vpc.amazonaws.com/efa"
+HUGE_PAGES = "hugepages-2Mi"
 
 MOST_DEVICES = 1024
 """Of one kind in one pod; no node has so many."""

@@ -11,6 +11,7 @@ from tandem.config.router import RouterConfig
 
 _SECTIONS = {
     "host": "The router",
+    "api_keys_file": "Identity",
     "prefill": "Engines",
     "served_model_name": "Routing",
     "kv_block_size": "KV cache and events",
@@ -46,6 +47,9 @@ def _metavar(f: Field[Any]) -> str:
         "kv_replay": "ENDPOINT",
         "session_field": "NAME",
         "discover_file": "FILE",
+        "api_keys_file": "FILE",
+        "engine_authorization": "WHAT",
+        "engine_key_file": "FILE",
         "discover_dns": "ROLE=NAME",
         "discover_kubernetes": "NAMESPACE:PORT:SELECTOR",
         "admin_port": "N",

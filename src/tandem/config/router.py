@@ -78,6 +78,25 @@ class RouterConfig(ClientsConfig):
         None,
     )
 
+    # Identity
+    api_keys_file: str | None = _option(
+        "file that lists the API keys that clients must have, and their limits; it is watched. Default: "
+        "everybody may call",
+        checked(some_text),
+        None,
+    )
+    engine_authorization: str | None = _option(
+        "what becomes of a client's header Authorization: engines get it (pass) or do not (drop). Default: "
+        "pass; with --api-keys-file, whose keys are not for engines, and with --engine-key-file drop",
+        one_of(("pass", "drop")),
+        None,
+    )
+    engine_key_file: str | None = _option(
+        "file with the key that every engine gets with every call (vLLM's --api-key); it is watched",
+        checked(some_text),
+        None,
+    )
+
     # Engines
     prefill: tuple[str, ...] = _option(
         "base URLs of the prefill engines; after a comma labels, as in http://10.0.0.7:8081,zone=a",
@@ -372,6 +391,8 @@ class RouterConfig(ClientsConfig):
             raise ValueError(
                 f"--model-files-path: files are fetched where none are here; it excludes {given}"
             )
+        if self.engine_key_file is not None and self.engine_authorization == "pass":
+            raise ValueError("--engine-authorization pass: excludes --engine-key-file, which takes its place")
         if self.model_files_path is None and self.model_files_cache is not None:
             raise ValueError("--model-files-cache: is of use with --model-files-path only")
         try:
@@ -394,6 +415,12 @@ class RouterConfig(ClientsConfig):
                             f"{endpoint}; give each its own, as in {spec.url},kv-events=tcp://*:5558"
                         )
                     known[endpoint] = spec.url
+
+    @property
+    def passes_authorization(self) -> bool:
+        """Whether engines get the header Authorization as clients send it."""
+        own = self.api_keys_file is not None or self.engine_key_file is not None
+        return not own if self.engine_authorization is None else self.engine_authorization == "pass"
 
     @property
     def discovers(self) -> bool:

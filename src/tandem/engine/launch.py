@@ -21,6 +21,7 @@ from tandem.engine.kv_transfer import (
 from tandem.engine.machine import Core, Machine, share_cores, share_gpus
 from tandem.engine.roles import (
     API_SERVER,
+    HIDING_FLAGS,
     engine_count,
     int_flag,
     literal_environment,
@@ -33,15 +34,9 @@ from tandem.engine.roles import (
 )
 from tandem.engine.step_size import decode_note, step_tokens
 
-_LISTENING = "engines listen where Tandem's router finds them, over plain HTTP"
-_UNUSABLE_FLAGS = {
-    "--uds": _LISTENING,
-    "--ssl-keyfile": _LISTENING,
-    "--ssl-certfile": _LISTENING,
-    "--ssl-ca-certs": _LISTENING,
-    "--ssl-cert-reqs": _LISTENING,
-    "--headless": _LISTENING,
-}
+_UNUSABLE_FLAGS = dict.fromkeys(
+    HIDING_FLAGS, "engines listen where Tandem's router finds them, over plain HTTP"
+)
 _NOT_HERE = {"--data-parallel-size": "run more replicas instead", "--nnodes": "an engine is on one machine"}
 _DEFAULT_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -6,22 +6,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tandem.api import Endpoint, Role
-from tandem.api.annotations import PREFIX, parse_annotations
 from tandem.api.crd.structural import Location
 from tandem.api.validation import Found, Subject
 from tandem.api.validation.schema import bounds
-from tandem.api.validation.subject import location, objects_in
+from tandem.api.validation.subject import location
 from tandem.engine import roles
-from tandem.engine.args import flag_value
+from tandem.engine.args import flag_value, switch
 from tandem.engine.errors import EngineError
 from tandem.engine.flag_checks import Flags
 from tandem.engine.kv_size import model_names, token_size
 from tandem.engine.kv_transfer import choose_connector
 from tandem.engine.pd_buffer import VARIABLE, given_bytes, pd_buffer
 from tandem.engine.pod_ports import MOST_LMCACHE_RANKS
+from tandem.engine.pod_variables import DEFAULT_HASH_SEED
+from tandem.engine.variable_checks import (
+    HASH_SEED,
+    hash_seed,
+    is_hash_seed,
+    role_variable,
+    variables,
+)
 
 _PD = "spec.pdSpec"
-_VARIABLES = "spec.worker.environmentVariables"
 _SCALING = "spec.intelligentRoutingSpec.autoScalingSpec"
 
 
@@ -108,6 +114,13 @@ def _connector(
     for at in _mentions(subject, (Role.PREFILL,)):
         yield _no_buffer(at, "as it is decoders that have such a buffer")
     yield from _buffer(subject, endpoint, of_role, model_config)
+    yield from _one_router(subject)
+    yield from _hash_seeds(subject)
+    yield from _prefix_cache(of_role[Role.DECODE])
+    yield from _ranks(of_role)
+
+
+def _one_router(subject: Subject) -> Iterator[Found]:
     most = bounds(subject.get(_SCALING))[1]
     if most is not None and most > 1:
         yield Found(
@@ -115,15 +128,22 @@ def _connector(
             location(_SCALING),
             f"asks for up to {most} routers; with LMCache there is one, as prefillers report to one address",
         )
-    for at, variable in subject.objects(_VARIABLES):
-        if variable.get("name") == "PYTHONHASHSEED" and variable.get("value") == "random":
-            yield Found("IEC406", (*at, "value"), 'is "random": LMCache finds no KV of another pod. Use "0"')
+
+
+def _prefix_cache(decode: Flags) -> Iterator[Found]:
+    last = decode.last("--enable-prefix-caching")
+    if last and switch(decode.args, "--enable-prefix-caching"):
+        said = f"{last[0]} is replaced for decoders: LMCache never frees what their own prefix cache has"
+        yield Found("IEC519", last[1], said)
+
+
+def _ranks(of_role: Mapping[Role, Flags]) -> Iterator[Found]:
+    """LMCache hands over from a tensor-parallel rank to its counterpart."""
     for flags in of_role.values():
         last = flags.last("--data-parallel-size")
         if last and flags.size("--data-parallel-size") > 1:
             said = f"is {last[0]}, but LMCache hands over between engines of one data-parallel rank"
             yield Found("IEC406", last[1], f"{said}; use the connector nixl, or more replicas")
-    for flags in of_role.values():
         last = flags.last("--tensor-parallel-size")
         if last and flags.size("--tensor-parallel-size") > MOST_LMCACHE_RANKS:
             said = f"is {last[0]}; LMCache hands over between at most {MOST_LMCACHE_RANKS} ranks of an engine"
@@ -135,6 +155,28 @@ def _connector(
         yield Found("IEC406", at, f"{said}; LMCache hands over from rank to rank, so both must be the same")
 
 
+def _hash_seeds(subject: Subject) -> Iterator[Found]:
+    """LMCache's keys are Python's hashes: engines that seed them differently find no KV of one another."""
+    seeds: dict[Role, int] = {}
+    places: list[Location] = []
+    for role in Role:
+        at, variable = role_variable(subject, role, HASH_SEED) or (None, {"value": DEFAULT_HASH_SEED})
+        value = variable.get("value", "")
+        if "valueFrom" in variable or not is_hash_seed(value):
+            return  # not known here, or told already
+        if at is not None:
+            places.append((*at, "value"))
+        seed = hash_seed(value)
+        if seed is not None:
+            seeds[role] = seed
+        else:
+            yield Found("IEC406", places[-1], f'is {value!r}: LMCache finds no KV of another pod. Use "0"')
+    if len(set(seeds.values())) > 1:
+        told = " and ".join(f"{seed} for the {role} engines" for role, seed in seeds.items())
+        own = next((at for at in places if at[0] == "metadata"), places[0])
+        yield Found("IEC406", own, f"{HASH_SEED} is {told}: LMCache finds no KV of the other role")
+
+
 def _no_buffer(at: Location, why: str) -> Found:
     return Found("IEC518", at, f"{VARIABLE} has no effect, {why}")
 
@@ -142,14 +184,7 @@ def _no_buffer(at: Location, why: str) -> Found:
 def _mentions(subject: Subject, roles: Iterable[Role | None]) -> Iterator[Location]:
     """Where the variable is given: for the roles named, or (None) for both."""
     for role in roles:
-        yield from (at for at, variable in _variables(subject, role) if variable.get("name") == VARIABLE)
-
-
-def _variables(subject: Subject, role: Role | None) -> Iterator[tuple[Location, dict[str, Any]]]:
-    if role is None:
-        return subject.objects(_VARIABLES)
-    own = list(parse_annotations(subject.annotations)[0].roles[role].env)
-    return objects_in(own, ("metadata", "annotations", f"{PREFIX}{role}-env"))
+        yield from (at for at, variable in variables(subject, role) if variable.get("name") == VARIABLE)
 
 
 def _buffer(
@@ -163,10 +198,8 @@ def _buffer(
     flags = of_role[Role.DECODE]
     last = flags.last("--max-model-len")
     at = last[1] if last else location(_PD)
-    # The role's own variable replaces the one of both roles.
-    for where, variable in (*_variables(subject, Role.DECODE), *_variables(subject, None)):
-        if variable.get("name") != VARIABLE:
-            continue
+    if found := role_variable(subject, Role.DECODE, VARIABLE):
+        where, variable = found
         if "valueFrom" in variable:
             yield Found(
                 "IEC232", where, f"{VARIABLE} must have a value of its own: sizes are computed with it"
@@ -177,9 +210,8 @@ def _buffer(
             try:
                 given = given_bytes(variable["value"])
             except ValueError as error:
-                yield Found("IEC232", at, str(error))
+                yield Found("IEC232", at, f"{VARIABLE} {error}")
                 return
-        break
     token = token_size(
         model_config,
         model_names(endpoint),
@@ -191,7 +223,7 @@ def _buffer(
     try:
         buffer = pd_buffer(token, longest=longest, given=given)
     except ValueError as error:
-        yield Found("IEC233", at, str(error))
+        yield Found("IEC233", at, f"{VARIABLE}: {error}")
         return
     if complaint := buffer.complaint(longest):
         yield Found("IEC707", at, f"{VARIABLE}: {complaint}. {buffer.reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,16 @@ from tandem.engine.args import MOST, POSITIONALS, flag_value, flag_values, int_v
 from tandem.engine.errors import EngineError
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
+
+HIDING_FLAGS = (
+    "--uds",
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--ssl-ca-certs",
+    "--ssl-cert-reqs",
+    "--headless",
+)
+"""Flags with which an engine does not serve plain HTTP on its port, where Tandem's router looks for it."""
 
 MOST_TEXT = 128 << 10
 """Bytes of a variable or an argument: Linux starts no program with a longer one (MAX_ARG_STRLEN)."""
@@ -96,10 +106,15 @@ def _filled(text: str, values: Mapping[str, str], field: str) -> str:
 TOO_LONG = f"comes to {MOST_TEXT} bytes or more with its references filled in; no program starts with that"
 
 
+def references(text: str) -> Iterator[str]:
+    """The names that `expand` fills in, each as often as it stands there."""
+    return (match[2] for match in _REFERENCE.finditer(text) if match[2])
+
+
 def expanded_size(text: str, size: Callable[[str], int]) -> int:
     """About how long `expand` would make a text (never less); `size` is the length of a variable's value, 0
     of one that is not known."""
-    return len(text) + sum(size(match[2]) for match in _REFERENCE.finditer(text) if match[2])
+    return len(text) + sum(map(size, references(text)))
 
 
 def sources(endpoint: Endpoint, role: Role) -> tuple[Source, ...]:
@@ -173,7 +188,7 @@ def model_config(model: Path) -> dict[str, Any]:
     """A model's config.json, of a multimodal model the part on text; empty when there is none to read."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     text = config.get("text_config", config) if isinstance(config, dict) else None
     return text if isinstance(text, dict) else {}

@@ -3,7 +3,6 @@ together."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,10 +26,11 @@ from tandem.engine.kv_transfer import choose_connector
 from tandem.engine.pair_checks import pair_checks
 from tandem.engine.pod_ports import taken_ports
 from tandem.engine.roles import MOST_TEXT, TOO_LONG, expanded_size
+from tandem.engine.variable_checks import OF_ALL, owned_checks, value_checks
 
 _PD = "spec.pdSpec"
-_VARIABLES = "spec.worker.environmentVariables"
 _ROUTING = "spec.intelligentRoutingSpec"
+_CACHE = "spec.kvCacheSpec"
 _SPECS = {Role.PREFILL: f"{_PD}.prefillSpec", Role.DECODE: f"{_PD}.decodingSpec"}
 _COMMAND_LINES = ("spec.worker.command", "spec.worker.args", *(f"{path}.args" for path in _SPECS.values()))
 MOST_WORDS = 1000
@@ -39,8 +39,6 @@ MOST_WORDS = 1000
 MOST_TEXTS = 2 << 20
 """Bytes of all arguments of one engine, and of all its variables: Linux starts no program with more (ARG_MAX,
 a quarter of a stack of 8 MiB)."""
-
-_REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
 
 def validate(
@@ -74,7 +72,8 @@ def validate_text(text: str, source: str, *, model_config: Mapping[str, Any] | N
 
 def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = None) -> Iterator[Found]:
     """What is found about the engines, as far as the resource can be read."""
-    yield from _environment(subject)
+    yield from value_checks(subject)
+    subject = _with_words(subject)
     if not all(_is_command_line(subject.get(path)) for path in _COMMAND_LINES):
         return  # the schema's matter; what is left of the flags would be misread
     own = _role_variables(subject)
@@ -115,7 +114,7 @@ def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[F
     for role in Role if subject.disaggregated else (Role.DECODE,):
         replaced = {variable.name for variable in own[role]}
         place = ("metadata", "annotations", f"{PREFIX}{role}-env")
-        given = [(at, v.get("name"), v.get("value")) for at, v in subject.objects(_VARIABLES)]
+        given = [(at, v.get("name"), v.get("value")) for at, v in subject.objects(OF_ALL)]
         given = [(at, name, value) for at, name, value in given if name not in replaced]
         given += [((*place, i), variable.name, variable.value) for i, variable in enumerate(own[role])]
         sizes: dict[str, int] = {}
@@ -150,6 +149,20 @@ def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[F
 _TOO_MUCH = f"brings them all to {MOST_TEXTS} bytes or more; no program starts with that much"
 
 
+def _with_words(subject: Subject) -> Subject:
+    """The resource with numbers among flags as words: the schema refuses them, and they only lack quotes."""
+    copied = Subject(subject.resource)
+    for path in _COMMAND_LINES:
+        section, _, name = path.rpartition(".")
+        if isinstance(words := copied.get(path), list):
+            copied.object(section)[name] = [_as_word(word) for word in words]
+    return copied
+
+
+def _as_word(item: Any) -> Any:
+    return str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item
+
+
 def _is_command_line(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(word, str) for word in value))
 
@@ -160,7 +173,7 @@ def readable(subject: Subject) -> Endpoint | None:
     A colocated endpoint gets two roles alike, and annotations mean nothing there. None where there is text
     that is not Unicode.
     """
-    variables = [v for _, v in subject.objects(_VARIABLES) if isinstance(v.get("name"), str) and v["name"]]
+    variables = [v for _, v in subject.objects(OF_ALL) if isinstance(v.get("name"), str) and v["name"]]
     worker = {
         "image": subject.text("spec.worker.image"),
         "modelInvocationPort": {"containerPort": 8000},
@@ -248,14 +261,15 @@ def _places(subject: Subject, flags: Flags) -> Iterator[Found]:
     last = flags.last("--model") or flags.last("")
     if model and last and model.startswith("/") and not f"{model}/".startswith(f"{mount.rstrip('/')}/"):
         yield Found("IEC713", last[1], f"names the model {model}, but the weights are mounted at {mount}")
-
-
-_LISTENING = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--headless")
+    named = model or any("MODEL" in str(v.get("name")) for _, v in subject.objects(OF_ALL))
+    if flags.args and not subject.routed and not named and "vllm" in subject.text("spec.worker.image"):
+        said = "name no model, so vLLM takes one of its own: Tandem names it only where there is a router"
+        yield Found("IEC725", location("spec.worker.args"), f"{said}. Add --model")
 
 
 def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:
     """Flags that are replaced, and those that keep others from reaching the engine."""
-    for flag in _LISTENING if subject.routed else ():
+    for flag in roles.HIDING_FLAGS if subject.routed else ():
         if last := flags.last(flag):
             said = f"{flag}: the router speaks plain HTTP on the engine's port, and finds none; leave it out"
             yield Found("IEC408", last[1], said)
@@ -274,14 +288,14 @@ def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:
 
 def _references(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[Found]:
     """`$(NAME)` that nothing fills in, and a shell that flags may not get through."""
-    shared = {str(v.get("name")) for _, v in subject.objects(_VARIABLES)}
+    shared = {str(v.get("name")) for _, v in subject.objects(OF_ALL)}
     of_role = {role: shared | {v.name for v in own[role]} for role in Role}
     everywhere = of_role[Role.PREFILL] & of_role[Role.DECODE]
     for path in _COMMAND_LINES:
         known = next((of_role[role] for role in Role if path.startswith(_SPECS[role])), everywhere)
         for i, word in enumerate(subject.texts(path)):
-            for name in _REFERENCE.findall(word):
-                if name and name not in known:
+            for name in roles.references(word):
+                if name not in known:
                     said = f"$({name}) stays as it is: worker.environmentVariables has no such variable"
                     yield Found("IEC720", location(path, i), said)
     command = subject.texts("spec.worker.command")
@@ -293,49 +307,39 @@ def _references(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[
         )
 
 
-def _environment(subject: Subject) -> Iterator[Found]:
-    for at, variable in subject.objects(_VARIABLES):
-        name, value = variable.get("name"), variable.get("value")
-        if name == "PYTHONHASHSEED" and isinstance(value, str) and not _hash_seed(value):
-            yield Found(
-                "IEC232",
-                (*at, "value"),
-                f"must be a number up to 4294967295: Python does not start (it is {value!r})",
-            )
-
-
-def _hash_seed(value: str) -> bool:
-    """Whether Python starts with it."""
-    return value == "random" or (re.fullmatch(r"[0-9]{1,10}", value) is not None and int(value) < 2**32)
-
-
 def _caches(subject: Subject, endpoint: Endpoint) -> Iterator[Found]:
     """kvCacheSpec is LMCache's."""
     try:
         connector = choose_connector(endpoint)
     except EngineError:
         return
-    yield from _cache_file(subject, connector.name)
-    cache = "spec.kvCacheSpec"
-    wanted = subject.get(f"{cache}.enableL1Cache") is True or subject.text(f"{cache}.cacheConfigFile")
-    if connector.name != "lmcache" and (wanted or subject.flag(f"{cache}.enableL2Cache", default=False)):
+    file = subject.text(f"{_CACHE}.cacheConfigFile")
+    cached = bool(file) or _keeps_kv(subject)
+    yield from owned_checks(subject, connector.name, cached=cached)
+    if connector.name != "lmcache" or file or not (subject.disaggregated or cached):
+        yield from _no_cache_file(subject)
+    wanted = subject.get(f"{_CACHE}.enableL1Cache") is True or file
+    if connector.name != "lmcache" and (wanted or subject.flag(f"{_CACHE}.enableL2Cache", default=False)):
         yield Found(
             "IEC520",
-            location(cache),
+            location(_CACHE),
             "has no effect, as engines run without LMCache: neither image nor flags nor variables name it",
         )
 
 
-def _cache_file(subject: Subject, connector: str) -> Iterator[Found]:
-    """Mounts of LMCache's configuration, which not every pod has."""
-    cache = "spec.kvCacheSpec"
-    kept = subject.flag(f"{cache}.enableL1Cache", default=True) or (
-        subject.flag(f"{cache}.enableL2Cache", default=False)
-        and "redis" in subject.text(f"{cache}.l2CacheSpec.l2CacheBackend").lower()
+def _keeps_kv(subject: Subject) -> bool:
+    """Whether LMCache has a cache of its own, where no file of the resource's says."""
+    store = f"{_CACHE}.l2CacheSpec"
+    redis = "redis" in subject.text(f"{store}.l2CacheBackend").lower() and subject.has(
+        f"{store}.l2CacheLocalUrl"
     )
-    there = connector == "lmcache" and not subject.text(f"{cache}.cacheConfigFile")
-    if there and (subject.disaggregated or kept):
-        return
+    return subject.flag(f"{_CACHE}.enableL1Cache", default=True) or (
+        redis and subject.flag(f"{_CACHE}.enableL2Cache", default=False)
+    )
+
+
+def _no_cache_file(subject: Subject) -> Iterator[Found]:
+    """Mounts of LMCache's configuration in pods that have none."""
     for at, mount in _mounts(subject):
         if mount.get("name") == "lmcache-config":
             said = "is 'lmcache-config', but there is no such volume: no file is made for LMCache"

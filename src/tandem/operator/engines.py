@@ -12,6 +12,7 @@ from tandem.engine import (
     kv_events_config,
     kv_transfer_config,
     pod_kv_events,
+    pod_variables,
     switch,
     without,
 )
@@ -35,6 +36,8 @@ _OWN_TRANSFER = ("kv_connector", "kv_connector_module_path", "kv_buffer_device",
 
 LMCACHE_FILE = f"{conventions.LMCACHE_FOLDER}/lmcache.yaml"
 
+_POD_IP = f"$({pod_variables.POD_IP})"
+
 _EFA_ENVIRONMENT = {
     "FI_PROVIDER": "efa",
     "FI_EFA_USE_DEVICE_RDMA": "1",  # reads and writes GPU memory itself, without a copy through the host
@@ -52,7 +55,7 @@ _TELLING_LIBFABRIC = {"NIXL_LOG_LEVEL": "INFO"}
 def arguments(plan: Plan, pool: Pool) -> list[str]:
     """The arguments of the model container: the resource's flags, and those that the endpoint needs."""
     args = list(pool.given_args)
-    if not has_flag(pool.args, "--port"):
+    if _is_vllm(plan) and not has_flag(pool.args, "--port"):
         args += ["--port", str(plan.port)]
     if plan.routed:  # so it is vLLM
         args += _model(plan, pool)
@@ -71,6 +74,13 @@ def arguments(plan: Plan, pool: Pool) -> list[str]:
             raise RenderError(str(error)) from None
         args = [*without(args, [KV_EVENTS]), KV_EVENTS, config]
     return args
+
+
+def _is_vllm(plan: Plan) -> bool:
+    """Whether flags of vLLM can be added. A worker without a router, a command and flags may be any server:
+    its image says what is started, and arguments of ours would be in the place of that."""
+    worker = plan.spec.worker
+    return bool(plan.routed or plan.lmcache_colocated or worker.command or worker.args)
 
 
 def _model(plan: Plan, pool: Pool) -> list[str]:
@@ -151,21 +161,21 @@ def own_transfer(plan: Plan, pool: Pool) -> dict[str, Any]:
 def environment(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
     """The variables of the model container, as Kubernetes' EnvVars: defaults, the resource's, and those that
     cannot be otherwise."""
-    given = [v.model_dump(by_alias=True, exclude_unset=True) for v in pool.env]
-    owned = _owned(plan, pool)
-    kept = [v for v in given if v["name"] not in {o["name"] for o in owned}]
+    owned = pod_variables.owned_variables(
+        plan.connector.name, disaggregated=plan.disaggregated, cached=plan.lmcache_colocated
+    )
+    kept = [v.model_dump(by_alias=True, exclude_unset=True) for v in pool.env if v.name not in owned]
     said = {v["name"] for v in kept}
     defaults = [{"name": n, "value": v} for n, v in _defaults(plan, pool).items() if n not in said]
     # The pod's own address comes first: variables may refer to those before them.
-    return [_field("POD_IP", "status.podIP"), *defaults, *kept, *owned]
+    return [_field(pod_variables.POD_IP, "status.podIP"), *defaults, *kept, *_owned(plan, pool)]
 
 
 def _defaults(plan: Plan, pool: Pool) -> dict[str, str]:
     variables = {
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # LMCache's keys are Python hashes; engines that seed them differently never find each other's KV.
-        "PYTHONHASHSEED": "0",
+        "PYTHONHASHSEED": pod_variables.DEFAULT_HASH_SEED,
     }
     if not plan.settings.workers_as_root:
         # Caches of compiled kernels are kept in the home folder, and the image has none for this user.
@@ -182,21 +192,23 @@ def _owned(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
     variables: list[dict[str, Any]] = []
     if plan.disaggregated and not plan.lmcache_pd:
         variables += [
-            {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"},
-            {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(names.SIDE_CHANNEL_PORT)},
+            {"name": pod_variables.SIDE_CHANNEL_HOST, "value": _POD_IP},
+            {"name": pod_variables.SIDE_CHANNEL_PORT, "value": str(names.SIDE_CHANNEL_PORT)},
         ]
     if plan.lmcache_pd or plan.lmcache_colocated:
-        variables.append({"name": "LMCACHE_CONFIG_FILE", "value": literal(plan.cache.file or LMCACHE_FILE)})
+        file = literal(plan.cache.file or LMCACHE_FILE)
+        variables.append({"name": pod_variables.LMCACHE_FILE, "value": file})
     if plan.lmcache_pd:
         # Not in the file: LMCache 0.4.3 would call the key unknown, and knows no other mode.
-        variables.append({"name": "LMCACHE_PD_BACKEND_MODE", "value": "sync"})
+        keys: dict[str, Any] = {"pd_backend_mode": "sync"}
         if pool.role is Role.DECODE:
-            variables.append({"name": "LMCACHE_PD_PEER_HOST", "value": "$(POD_IP)"})
+            keys["pd_peer_host"] = _POD_IP
         if plan.cache.file is not None:
-            variables += [
-                {"name": f"LMCACHE_{key.upper()}", "value": _lmcache_text(value)}
-                for key, value in pd_settings(plan, pool).items()
-            ]
+            keys |= pd_settings(plan, pool)
+        variables += [
+            {"name": pod_variables.lmcache_variable(key), "value": _lmcache_text(value)}
+            for key, value in keys.items()
+        ]
     return variables
 
 

@@ -43,14 +43,11 @@ def lmcache_yaml(plan: Plan, pool: Pool) -> str:
 
 
 def cache_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
-    """L1 and L2. Decoders of a disaggregated endpoint have neither: what they load was sent to them. On its
-    prefillers LMCache has L2 beside L1 alone: it moves blocks through L1's memory, which is else missing."""
+    """Chunks, L1 and L2. Decoders of a disaggregated endpoint have no caches: what they load was sent to
+    them. On its prefillers LMCache has L2 beside L1 alone: it moves blocks through L1's memory, which is else
+    missing."""
     caches = pool.role is not Role.DECODE and plan.cache.l1
-    keys: dict[str, Any] = {
-        "chunk_size": CHUNK_TOKENS,
-        "save_unfull_chunk": plan.lmcache_pd,
-        "local_cpu": caches,
-    }
+    keys: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "save_unfull_chunk": False, "local_cpu": caches}
     if caches:
         keys["max_local_cpu_size"] = sizes.l1_cache(pool.gpus)[0] / sizes.GIB
     if plan.cache.redis_url is not None and (caches or not plan.disaggregated):
@@ -62,6 +59,8 @@ def pd_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
     """What makes an engine one half of a hand-off."""
     assert plan.buffer is not None
     keys: dict[str, Any] = {
+        "chunk_size": CHUNK_TOKENS,
+        "save_unfull_chunk": True,
         "enable_pd": True,
         "transfer_channel": "nixl",
         "nixl_backends": [plan.nixl_backend],

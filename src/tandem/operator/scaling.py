@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -81,6 +82,7 @@ def _cloudwatch(plan: Plan, trigger: Trigger) -> dict[str, Any]:
             raise RenderError(f"{path}.{name}: is required")
     dimensions = [section(d) for d in given.get("dimensions") or ()]
     period = given.get("metricCollectionPeriod", 300)
+    points = max(1, ceil(given.get("metricCollectionStartTime", 300) / max(1, period)))
     metadata = {
         "awsRegion": _region(plan, path),
         "identityOwner": "operator",
@@ -93,7 +95,7 @@ def _cloudwatch(plan: Plan, trigger: Trigger) -> dict[str, Any]:
         "minMetricValue": _number(given.get("minValue", 0)),
         "metricStat": given.get("metricStat", "Average"),
         "metricStatPeriod": str(period),
-        "metricCollectionTime": str(max(period, given.get("metricCollectionStartTime", 300))),
+        "metricCollectionTime": str(points * period),  # KEDA takes nothing but whole data points
     }
     return _trigger("aws-cloudwatch", given, metadata)
 
@@ -132,8 +134,9 @@ def _number(value: float) -> str:
 
 
 def _region(plan: Plan, path: str) -> str:
-    storage = section(plan.spec.model_source_config.s3_storage)
-    region = plan.settings.region or storage.get("region")
+    source = plan.spec.model_source_config
+    bucket = section(source.s3_storage) if source.model_source_type == "s3" else {}
+    region = plan.settings.region or bucket.get("region")
     if not region:
         raise RenderError(f"{path}: its AWS region is not known; give it with --region")
     return str(region)

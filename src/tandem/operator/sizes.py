@@ -72,25 +72,23 @@ HUGEPAGES_PER_NODE = 5120 * MIB
 class Efa:
     interfaces: int
     hugepages: int
-    """Bytes, in pages of 2 MiB."""
+    """Bytes, in pages of 2 MiB; 0: the resource says itself."""
     reason: str
 
 
-def efa(instance_types: Iterable[str], gpus: int) -> Efa | None:
-    """The EFA interfaces of a pod with so many GPUs: its part of those of the node. None where the types
-    have none, are not known, or differ."""
+def efa(instance_types: Iterable[str], gpus: int, *, hugepages: bool = True) -> Efa | None:
+    """The EFA interfaces of a pod with so many GPUs: its part of those of the node, and (`hugepages`) the
+    pages for their software. None where the types have none, are not known, or differ."""
     known = {INSTANCES.get(name) for name in instance_types}
     instance = known.pop() if len(known) == 1 else None
     if instance is None or gpus < 1:
         return None
     part = min(1.0, gpus / instance.gpus)
     interfaces = max(1, int(instance.efa * part))
-    hugepages = ceil(HUGEPAGES_PER_NODE * part / (2 * MIB)) * 2 * MIB
-    reason = (
-        f"EFA: {interfaces} interfaces for {gpus} GPUs, of {instance.efa} for {instance.gpus} on a node; "
-        f"{quantity(hugepages)} of 2 MiB pages for their software"
-    )
-    return Efa(interfaces, hugepages, reason)
+    pages = ceil(HUGEPAGES_PER_NODE * part / (2 * MIB)) * 2 * MIB if hugepages else 0
+    reason = f"EFA: {interfaces} interfaces for {gpus} GPUs, of {instance.efa} for {instance.gpus} on a node"
+    reason += f"; {quantity(pages)} of 2 MiB pages for their software" if pages else ""
+    return Efa(interfaces, pages, reason)
 
 
 def shared_memory(ranks: int) -> tuple[int, str]:

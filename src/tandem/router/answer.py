@@ -26,8 +26,14 @@ class Answer:
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
         self._beat: asyncio.TimerHandle | None = None
-        self.started = False
-        """Whether any of it was sent; heartbeats are none of it."""
+        self.status: int | None = None
+        """What it says, which may be an error in a stream that was opened with 200; None before any of it was
+        sent, of which heartbeats are none."""
+
+    @property
+    def started(self) -> bool:
+        """Whether any of it was sent."""
+        return self.status is not None
 
     @contextmanager
     def beating(self, seconds: float | None, headers: Headers) -> Iterator[None]:
@@ -59,7 +65,7 @@ class Answer:
             raise bad_gateway("The engine does not stream its answer.")
         else:
             self.break_off(_event(status, body))
-        self.started = True
+        self.status = status
 
     def start(self, status: int, headers: Headers, source: Source) -> Responder:
         """Answer with a stream; its pieces are written to what is returned, as `source` has them."""
@@ -67,7 +73,7 @@ class Answer:
         self._responder.attach(source)
         if not self._responder.started:
             self._responder.start(status, headers)
-        self.started = True
+        self.status = status
         return self._responder
 
     def finish(self) -> None:

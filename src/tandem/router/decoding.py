@@ -76,11 +76,12 @@ class Decoding:
         if not (reply.status == 200 or 400 <= reply.status < 500):
             raise LegFailed(decoder, "status", f"{decoder.url} answered HTTP {reply.status}", reply)
         if reply.status == 200:
-            wrong, output_tokens = judge(reply.body)
+            wrong, usage = judge(reply.body)
             if wrong is not None:
                 raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
-            if output_tokens:  # else it has not said
-                self._outputs.seen(output_tokens)
+            if usage.generated:  # else it has not said
+                self._outputs.seen(usage.generated)
+            job.scan, job.usage = None, usage
         if reply.status == 200 and handover is not None:
             handover.taken()
         job.answer.send(reply.status, reply.headers, reply.body)
@@ -110,6 +111,7 @@ class Decoding:
             observe_gap=self._metrics.itl.labels(job.path).observe,
             clock=self._clock,
         )
+        job.scan = relay.scan
         response.idle_timeout = leg.patience
         await response.relay(relay)
         relay.end()

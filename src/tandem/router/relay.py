@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.http import Headers, Responder, Response, StreamScan
 from tandem.router.answer import Answer
-from tandem.router.reported import count
+from tandem.router.reported import Usage
 
 
 class _Choice(msgspec.Struct):
@@ -26,20 +26,19 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
-def judge(body: bytes) -> tuple[str | None, int]:
+def judge(body: bytes) -> tuple[str | None, Usage]:
     """Why a whole answer with status 200 is none (broken off, an error, or an aborted choice), or None; and
-    how many tokens were generated, 0 where that is not said in earnest."""
+    what it says of its tokens."""
     try:
         answer = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "a body that is not a whole answer", 0
+        return "a body that is not a whole answer", Usage()
     if bytes(answer.error) != b"null":
-        return "an error", 0
+        return "an error", Usage()
     if not answer.choices:
-        return "no choice", 0
+        return "no choice", Usage()
     ended = {choice.finish_reason for choice in answer.choices} & {"abort", "error"}
-    tokens = count(answer.usage.get("completion_tokens")) if isinstance(answer.usage, dict) else None
-    return (f"finish_reason {ended.pop()}" if ended else None), tokens or 0
+    return (f"finish_reason {ended.pop()}" if ended else None), Usage.of(answer.usage)
 
 
 _HELD_BYTES = 64 * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.api import Role, conventions
+from tandem.api.quantities import EFA, HUGE_PAGES
 from tandem.operator import engines, model_files, names, sizes, weights
 from tandem.operator.kv_layout import kv_layout
 from tandem.operator.objects import config_maps
@@ -103,7 +104,8 @@ def _engine(plan: Plan, pool: Pool, name: str) -> Object:
     made: Object = {"name": name, "image": pool.image}
     if worker.command:
         made["command"] = list(worker.command)
-    made["args"] = engines.arguments(plan, pool)
+    if arguments := engines.arguments(plan, pool):
+        made["args"] = arguments
     if worker.working_dir:
         made["workingDir"] = worker.working_dir
     return made | {
@@ -161,12 +163,12 @@ def _resources(plan: Plan, pool: Pool) -> Object:
     requests = dict(section(pool.resources.get("requests")))
     limits = dict(section(pool.resources.get("limits")))
     efa = plan.efa(pool)
+    added: Object = {}
+    if efa is not None and pool.efa is None:
+        added[EFA] = str(efa.interfaces)
     if efa is not None and efa.hugepages:
-        for part in (requests, limits):
-            part |= {
-                "vpc.amazonaws.com/efa": str(efa.interfaces),
-                "hugepages-2Mi": sizes.quantity(efa.hugepages),
-            }
+        added[HUGE_PAGES] = sizes.quantity(efa.hugepages)
+    requests, limits = requests | added, limits | added  # neither can be overcommitted
     for name, amount in (("cpu", str(2 + 2 * pool.gpus)), ("memory", _memory(plan, pool))):
         if name not in requests and name not in limits:
             requests[name] = amount

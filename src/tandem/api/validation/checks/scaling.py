@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.api.crd.structural import Location
-from tandem.api.validation.checks.source import REGION
+from tandem.api.validation.checks.source import REGION, bucket_region
 from tandem.api.validation.report import Found
 from tandem.api.validation.schema import bounds
 from tandem.api.validation.subject import Subject, location, objects_in, whole
@@ -21,10 +21,13 @@ _SCALED = {
 
 _REQUIRED = {"cloudWatchTrigger": ("metricName", "targetValue"), "prometheusTrigger": ()}
 _NEEDED = {
-    "cloudWatchTrigger": ("namespace",),
+    "cloudWatchTrigger": ("namespace", "dimensions"),
     "prometheusTrigger": ("serverAddress", "query", "targetValue"),
 }
 """What KEDA cannot do without, besides what is required."""
+
+_SECONDS_OF_POINTS = (1, 5, 10, 30)
+"""Of CloudWatch's data points below a minute; else they are of whole minutes."""
 
 
 def scaling_checks(subject: Subject) -> Iterator[Found]:
@@ -40,7 +43,7 @@ def scaling_checks(subject: Subject) -> Iterator[Found]:
         scaling = subject.object(path)
         yield from _bounds(subject, path, replicas)
         yield from _triggers(scaling, location(path))
-        if _has_cloudwatch(scaling) and not subject.text("spec.modelSourceConfig.s3Storage.region"):
+        if _has_cloudwatch(scaling) and not bucket_region(subject):
             yield Found("IEC724", location(path), f"asks CloudWatch, in an AWS region; {REGION}")
         if replicas and not any(scaling.get(f"{kind}{end}") for kind in _NEEDED for end in ("", "List")):
             said = "has no trigger, so the number of pods stays as it is set; add one"
@@ -86,12 +89,23 @@ def _trigger(trigger: dict[str, Any], at: Location, kind: str) -> Iterator[Found
     for name in _REQUIRED[kind]:
         if trigger.get(name) in (None, ""):
             yield Found("IEC231", (*at, name), "is required")
-    missing = [name for name in _NEEDED[kind] if trigger.get(name) in (None, "")]
+    missing = [name for name in _NEEDED[kind] if trigger.get(name) in (None, "", [])]
     if missing:
         yield Found("IEC702", at, f"does not scale anything without {', '.join(missing)}")
     if whole(trigger.get("targetValue")) == 0:
         yield Found("IEC702", (*at, "targetValue"), "must be greater than 0: the metric is divided by it")
+    if kind == "cloudWatchTrigger":
+        yield from _points(trigger, at)
+
+
+def _points(trigger: dict[str, Any], at: Location) -> Iterator[Found]:
+    """How long CloudWatch's data points are, and how far back they are asked for."""
     start, period = (whole(trigger.get(f"metricCollection{name}", 300)) for name in ("StartTime", "Period"))
+    if period is not None and (period < 1 or (period % 60 and period not in _SECONDS_OF_POINTS)):
+        said = (
+            f"is {period}: CloudWatch's data points are of 1, 5, 10 or 30 seconds, or of whole minutes, so "
+        )
+        yield Found("IEC702", (*at, "metricCollectionPeriod"), f"{said}nothing is scaled")
     if start is not None and period is not None and start < period:
         where = (
             "metricCollectionStartTime"

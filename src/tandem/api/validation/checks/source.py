@@ -13,6 +13,7 @@ from tandem.api.validation.subject import Subject, location
 
 _SOURCE = "spec.modelSourceConfig"
 _SECTIONS = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
+_KINDS = (*_SECTIONS, "kubernetesVolume")
 _MOUNT = "spec.worker.modelVolumeMount"
 
 REGION = "the resource names none, so nothing can be made of it without the operator's own (render --region)"
@@ -27,6 +28,12 @@ _MOUNT_OPTIONS = (
 """What is handed to the driver that mounts a bucket, and what each may be."""
 
 
+def bucket_region(subject: Subject) -> str:
+    """The AWS region of the bucket with the weights; "" where they come from elsewhere."""
+    in_bucket = subject.text(f"{_SOURCE}.modelSourceType") == "s3"
+    return subject.text(f"{_SOURCE}.s3Storage.region") if in_bucket else ""
+
+
 def source_checks(subject: Subject) -> Iterator[Found]:
     yield from _sections(subject)
     yield from _hugging_face(subject)
@@ -36,7 +43,7 @@ def source_checks(subject: Subject) -> Iterator[Found]:
 def _sections(subject: Subject) -> Iterator[Found]:
     kind = subject.text(f"{_SOURCE}.modelSourceType")
     for name in _SECTIONS.values():
-        if kind and name != _SECTIONS.get(kind) and subject.has(f"{_SOURCE}.{name}"):
+        if kind in _KINDS and name != _SECTIONS.get(kind) and subject.has(f"{_SOURCE}.{name}"):
             yield Found(
                 "IEC511",
                 location(f"{_SOURCE}.{name}"),
