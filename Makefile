@@ -8,7 +8,7 @@ APART := tests/cluster tests/engines
 TOGETHER := --numprocesses=auto --maxprocesses=4 --dist=loadfile $(APART:%=--ignore=%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-local bench-operator soak check format clean
+.PHONY: help setup dev demo test test-all tables bench-timing bench-routing bench-router bench-local bench-operator soak check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ bench-timing: dev ## Compare the simulator's times with a real pair's; writes do
 
 bench-routing: dev ## Compare routing strategies, and with peers (an hour); writes docs/routing.md
 	$(VENV_BIN)/python benchmarks/routing/run.py $(ARGS)
+
+bench-router: dev ## Measure what the router costs beside its peers (ninety minutes); writes docs/performance.md
+	$(VENV_BIN)/python benchmarks/router/run.py $(ARGS)
 
 bench-local: dev ## Compare the pair with two colocated engines (forty minutes); writes docs/performance.md
 	$(VENV_BIN)/python benchmarks/local/run.py $(ARGS)

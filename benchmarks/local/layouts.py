@@ -55,7 +55,12 @@ class Place:
     engines: tuple[Origin, ...]
     """Of a pair, the prefiller first."""
     routers: dict[str, Origin]
-    """By strategy."""
+    """By strategy, that of the plan first."""
+
+    @property
+    def router(self) -> Origin:
+        """That of the plan."""
+        return next(iter(self.routers.values()))
 
 
 def pair(logs: Path) -> LocalPlan:
@@ -81,7 +86,8 @@ def colocated(tuning: Tuning, logs: Path) -> LocalPlan:
 
 @asynccontextmanager
 async def up(plan: LocalPlan, more_strategies: Sequence[str] = ()) -> AsyncIterator[Place]:
-    """Start a plan, with a further router for each further strategy; ready within the block."""
+    """Start a plan, with a further router for each further strategy; ready within the block. Raises
+    LocalError or LoadError where that comes to nothing."""
     routers = {plan.router.routing_strategy: Origin.parse(plan.url)}
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running(plan, on_progress=lambda _: None))
@@ -105,7 +111,7 @@ async def _ready(router: Origin) -> None:
                 return
             except LoadError as error:
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"{router} is not ready: {error}") from None
+                    raise LoadError(f"{router} is not ready: {error}") from None
             await asyncio.sleep(0.25)
     finally:
         await client.aclose()

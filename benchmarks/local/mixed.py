@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layouts import Place
 from loads import Target, Traffic
 
-from tandem.bench.load import Timing
+from tandem.bench.load import LoadError, Timing
 from tandem.http import Client, Origin
 
 USERS = 4
@@ -21,6 +21,8 @@ SHORT, LONG = (30, 96), (1500, 48)
 """Tokens of a prompt and of its answer."""
 FIRST_LONG = 1.0
 """Seconds after the users begin."""
+AFTER_FAILURE = 1.0
+"""Seconds that a user waits before the next request."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,30 @@ class Seen:
     seconds: float
     short: Sequence[Timing]
     long: Sequence[Timing]
+    short_failed: Sequence[str]
+    long_failed: Sequence[str]
+    """Of requests that were not answered in full: why."""
+
+
+@dataclass
+class Counted(Traffic):
+    """Goes on when a request fails, and notes why, by kind of request."""
+
+    failed: dict[str, list[str]] = field(default_factory=dict)
+
+    async def send(self, kind: str, to: Origin, prompt: int, answer: int) -> None:
+        try:
+            await super().send(kind, to, prompt, answer)
+        except LoadError as error:
+            self.failed.setdefault(kind, []).append(str(error))
+            await asyncio.sleep(AFTER_FAILURE)
 
 
 async def put(place: Place, router: Origin, load: Load, seconds: float) -> Seen:
-    """Put a load on a layout through one of its routers; returns when all answers have come.
-
-    Raises ExceptionGroup of LoadErrors where a request is not answered in full.
-    """
+    """Put a load on a layout through one of its routers; returns when all answers have come, or failed."""
     client = Client()
     target = Target(client, place.model, router, place.engines[0], place.engines[-1])
-    traffic = Traffic(target, "", seconds)
+    traffic = Counted(target, "", seconds)
     begun = asyncio.get_running_loop().time()
     try:
         async with asyncio.TaskGroup() as group:
@@ -65,7 +81,15 @@ async def put(place: Place, router: Origin, load: Load, seconds: float) -> Seen:
                 group.create_task(_long_ones(traffic, load, begun, group))
     finally:
         await client.aclose()
-    return Seen(begun, seconds, traffic.timings.get("short", ()), traffic.timings.get("long", ()))
+    timings, failed = traffic.timings, traffic.failed
+    return Seen(
+        begun,
+        seconds,
+        timings.get("short", ()),
+        timings.get("long", ()),
+        failed.get("short", ()),
+        failed.get("long", ()),
+    )
 
 
 def _exactly(tokens: int) -> range:

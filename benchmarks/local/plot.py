@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from svg import STYLE, line
+
 WIDTH, HEIGHT = 920, 190
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 34
 LOWEST_MS, HIGHEST_MS = 10, 10_000
 _COLOURS = ("#1f6feb", "#d1690e", "#2da44e")
-_STYLE = "font-family='system-ui,sans-serif' font-size='11'"
 
 
 def svg(panels: Sequence[tuple[str, dict[str, Any]]], seconds: float, limit: float) -> str:
     """`panels`: (title, what `tables.course` tells of it). `limit`: seconds, drawn as a line."""
     total = HEIGHT * len(panels) + 24
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{total}' {_STYLE}>",
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{total}' {STYLE}>",
         "<rect width='100%' height='100%' fill='white'/>",
     ]
     for place, (title, course) in enumerate(panels):
@@ -46,9 +47,9 @@ def _panel(title: str, course: dict[str, Any], seconds: float, limit: float, col
 
     parts = [f"<text x='{LEFT}' y='18' font-weight='600'>{escape(title)}</text>"]
     for ms in (10, 100, 1000, 10_000):
-        parts.append(_line(LEFT, y(ms / 1000), WIDTH - RIGHT, y(ms / 1000), "#e5e5e5"))
+        parts.append(line(LEFT, y(ms / 1000), WIDTH - RIGHT, y(ms / 1000), "#e5e5e5"))
         parts.append(f"<text x='{LEFT - 6}' y='{y(ms / 1000) + 4:.1f}' text-anchor='end'>{ms:,} ms</text>")
-    parts.append(_line(LEFT, y(limit), WIDTH - RIGHT, y(limit), "#888", dash=True))
+    parts.append(line(LEFT, y(limit), WIDTH - RIGHT, y(limit), "#888", dash=True))
     parts += [
         f"<text x='{x(at):.1f}' y='{floor + 24}' text-anchor='middle'>{at}</text>"
         for at in range(0, int(seconds) + 1, 5)
@@ -63,8 +64,3 @@ def _panel(title: str, course: dict[str, Any], seconds: float, limit: float, col
             f"fill='{colour}'/>"
         )
     return parts
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dash: bool = False) -> str:
-    dashes = " stroke-dasharray='4 3'" if dash else ""
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'{dashes}/>"

@@ -7,7 +7,8 @@ Writes docs/performance.md.
 First the settings of two colocated engines are swept once, under the heavier load; then the pair and the best
 of them are measured in turn, `--runs` times. Results go to results.json beside this file, a picture to
 docs/images, tables into docs/performance.md. Forty minutes on two cores; while other processes use them it
-waits, and what they disturbed is measured again.
+waits, and what they disturbed is measured again. So is, once, what a failed request or engine spoiled. Until
+all is measured, results.so-far.json has what there is.
 """
 
 from __future__ import annotations
@@ -20,28 +21,31 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# Of the folders beside: tables and this machine's name as `routing` has them, loads and quiet of `timing`.
-sys.path += [str(HERE.parent / "routing"), str(HERE.parent / "timing")]
+sys.path += [str(HERE.parent / "common"), str(HERE.parent / "timing")]  # which has the loads
 
-import layouts  # noqa: E402
-import machine  # noqa: E402
-import mixed  # noqa: E402
-import plot  # noqa: E402
-import tables  # noqa: E402
-from layouts import BY_LOAD, IN_TURN, Place, Tuning  # noqa: E402
-from mixed import APART, HEAVY, LIGHT, WITHOUT, Load  # noqa: E402
-from quiet import undisturbed  # noqa: E402
-from report import goals_table, insert  # noqa: E402
+import layouts
+import machine
+import mixed
+import plot
+import tables
+from layouts import BY_LOAD, IN_TURN, Place, Tuning
+from mixed import APART, HEAVY, LIGHT, WITHOUT, Load
+from pages import goals_table, insert
+from quiet import undisturbed
+
+from tandem.bench.load import LoadError
+from tandem.local.errors import LocalError
 
 DOCS = HERE.parents[1] / "docs"
 PAGE, PICTURE = DOCS / "performance.md", DOCS / "images" / "performance.svg"
-RESULTS = HERE / "results.json"
+RESULTS, SO_FAR = HERE / "results.json", HERE / "results.so-far.json"
 SECONDS = 40.0
 QUICK_SECONDS = 8.0
 BUDGETS = (Tuning(128), Tuning(256), Tuning(512), Tuning(2048))
@@ -79,6 +83,10 @@ class Colocated:
         return Colocated(Tuning(int(budget), int(held)), strategy)
 
 
+Case = tuple[str, str | None, Load]
+"""A layout's name, the strategy of its router (None: its own), and a load."""
+
+
 @dataclass
 class Bench:
     """Measures, and keeps what was measured."""
@@ -86,12 +94,50 @@ class Bench:
     seconds: float
     attempts: int
     logs: Path
+    found: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
-    async def load(self, place: Place, layout: str, strategy: str, load: Load, run: int) -> dict[str, Any]:
-        router = place.routers[strategy]
+    async def part(
+        self, start: Callable[[], AbstractAsyncContextManager[Place]], cases: Sequence[Case], run: int
+    ) -> list[dict[str, Any]]:
+        """Start a layout, and put one load after another on it. Where a request fails or the layout breaks
+        down, start it anew and go on with that load; the second time failed requests are counted, and what
+        cannot be measured is left out."""
+        before, left = len(self.found), list(cases)
+        for last in (False, True):
+            try:
+                async with start() as place:
+                    await mixed.put(place, place.router, WARM_UP, WARM_UP_SECONDS)
+                    while left:
+                        self.found.append(await self._load(place, *left[0], run, may_fail=last))
+                        SO_FAR.write_text(json.dumps(self.found, indent=1) + "\n", "utf-8")
+                        del left[0]
+                    break
+            except (LoadError, LocalError) as error:
+                say(f"run {run + 1}: {error}; {'it is left out' if last else 'once more'}")
+        self.left_out += [f"{layout}, {load.name}, run {run + 1}" for layout, _, load in left]
+        return self.found[before:]
+
+    async def _load(
+        self, place: Place, layout: str, strategy: str | None, load: Load, run: int, *, may_fail: bool
+    ) -> dict[str, Any]:
+        """Raises LoadError when a request failed, or, if it may, when all short ones did."""
+        router = place.routers[strategy] if strategy else place.router
         one = functools.partial(mixed.put, place, router, load, self.seconds)
         seen, others = await undisturbed(one, attempts=self.attempts, say=say)
-        found = tables.figures(seen.short, seen.long, seen.begun, seen.seconds)
+        if failed := [*seen.short_failed, *seen.long_failed]:
+            told = f"{layout}, {load.name}: {len(failed)} requests failed: {failed[0]}"
+            if not (may_fail and seen.short):
+                raise LoadError(told)
+            say(told)
+        found = tables.figures(
+            seen.short,
+            seen.long,
+            seen.begun,
+            seen.seconds,
+            short_failed=len(seen.short_failed),
+            long_failed=len(seen.long_failed),
+        )
         say(
             f"run {run + 1}, {layout}, {load.name}: ITL {_ms(found, 'itl_p50', 'itl_p99', 'itl_max')}, TTFT "
             f"{_ms(found, 'ttft_p50', 'ttft_p99')}, long {found['long_ttft_p50']:.2f} s, "
@@ -101,22 +147,15 @@ class Bench:
         return {"layout": layout, "load": load.name, "run": run, "others": others, **found, "course": course}
 
     async def pair(self, loads: Sequence[Load], run: int) -> list[dict[str, Any]]:
-        async with layouts.up(layouts.pair(self.logs)) as place:
-            (strategy,) = place.routers
-            await mixed.put(place, place.routers[strategy], WARM_UP, WARM_UP_SECONDS)
-            return [await self.load(place, tables.PAIR, strategy, load, run) for load in loads]
+        cases: list[Case] = [(tables.PAIR, None, load) for load in loads]
+        return await self.part(lambda: layouts.up(layouts.pair(self.logs)), cases, run)
 
     async def colocated(
         self, tuning: Tuning, strategies: Sequence[str], loads: Sequence[Load], run: int
     ) -> list[dict[str, Any]]:
         more = [strategy for strategy in strategies if strategy != IN_TURN]
-        async with layouts.up(layouts.colocated(tuning, self.logs), more) as place:
-            await mixed.put(place, place.routers[IN_TURN], WARM_UP, WARM_UP_SECONDS)
-            return [
-                await self.load(place, Colocated(tuning, strategy).name, strategy, load, run)
-                for strategy in strategies
-                for load in loads
-            ]
+        cases: list[Case] = [(Colocated(tuning, s).name, s, load) for s in strategies for load in loads]
+        return await self.part(lambda: layouts.up(layouts.colocated(tuning, self.logs), more), cases, run)
 
     async def sweep(self, tunings: Sequence[Tuning]) -> list[dict[str, Any]]:
         """Every setting once, under the heavier load."""
@@ -147,7 +186,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(seconds, arguments.attempts, Path(logs))
         sweep = await bench.sweep([BUDGETS[1], HELD[0]] if arguments.quick else [*BUDGETS, *HELD])
         plain = [run for run in sweep if not Colocated.named(run["layout"]).tuning.held]
-        best, held = tables.best(plain), tables.best([run for run in sweep if run not in plain])
+        with_held = [run for run in sweep if run not in plain]
+        if not (plain and with_held):
+            raise SystemExit(f"there is nothing to compare with; left out: {'; '.join(bench.left_out)}")
+        best, held = tables.best(plain), tables.best(with_held)
         say(f"best: {best}; with long prompts held: {held}")
         runs = await bench.rounds(arguments.runs, Colocated.named(best), Colocated.named(held))
     for run in sweep:
@@ -158,6 +200,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "took": time.monotonic() - begun,
         "best": best,
         "held": held,
+        "left_out": bench.left_out,
         "sweep": sweep,
         "runs": [run if _drawn(run) else {k: v for k, v in run.items() if k != "course"} for run in runs],
     }
@@ -190,8 +233,9 @@ def layout_names(results: dict[str, Any]) -> dict[str, str]:
 def write(results: dict[str, Any]) -> None:
     """The file, the picture and the page."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    SO_FAR.unlink(missing_ok=True)
     courses = {run["layout"]: run["course"] for run in results["runs"] if _drawn(run)}
-    panels = [(name, courses[layout]) for layout, name in layout_names(results).items()]
+    panels = [(name, courses[layout]) for layout, name in layout_names(results).items() if layout in courses]
     PICTURE.write_text(plot.svg(panels, results["seconds"], tables.GAP_SLO), "utf-8")
     picture = f"![{_PICTURE_SHOWS}]({PICTURE.relative_to(PAGE.parent)})"
     for name, text in {**shown(results), "picture": picture}.items():
@@ -199,11 +243,17 @@ def write(results: dict[str, Any]) -> None:
 
 
 def about(results: dict[str, Any]) -> str:
-    others = max(run["others"] for run in (*results["runs"], *results["sweep"]))
+    every = [*results["runs"], *results["sweep"]]
+    others = max(run["others"] for run in every)
     runs = 1 + max(run["run"] for run in results["runs"])
+    failed = sum(run.get("short_failed", 0) + run.get("long_failed", 0) for run in every)
+    sent = failed + sum(run["short_requests"] + run["long_requests"] for run in every)
+    told = "; ".join(results.get("left_out", ()))
+    left_out = f" Left out, as they broke down twice: {told}." if told else ""
     return (
         f"{results['machine']}, one core for each engine; loads of {results['seconds']:g} s, medians of "
-        f"{runs} runs (lowest-highest). Other processes used {others:.0%} of the CPU at most."
+        f"{runs} runs (lowest-highest). Other processes used {others:.0%} of the CPU at most. Of {sent:,} "
+        f"requests {failed or 'none'} failed.{left_out}"
     )
 
 

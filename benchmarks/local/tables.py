@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from report import Goal, markdown, medians
+from pages import Goal, markdown, medians
 
 from tandem.bench.load import Timing
 
@@ -48,9 +48,16 @@ FIGURES = tuple(_SHOWN)
 
 
 def figures(
-    short: Sequence[Timing], long: Sequence[Timing], begun: float, seconds: float
+    short: Sequence[Timing],
+    long: Sequence[Timing],
+    begun: float,
+    seconds: float,
+    *,
+    short_failed: int = 0,
+    long_failed: int = 0,
 ) -> dict[str, float]:
-    """Of one load that began at `begun` (on the clock of the timings) and sent requests for `seconds`."""
+    """Of one load that began at `begun` (on the clock of the timings) and sent requests for `seconds`.
+    Those that failed do not meet the SLO."""
     gaps = [gap for timing in short for gap in timing.gaps]
     ttft = [timing.ttft for timing in short]
     tokens = sum(begun <= time < begun + seconds for timing in (*short, *long) for time in timing.times)
@@ -63,9 +70,11 @@ def figures(
         "ttft_p99": quantile(ttft, 0.99),
         "long_ttft_p50": quantile([timing.ttft for timing in long], 0.5) if long else 0.0,
         "tokens_per_s": tokens / seconds,
-        "slo": sum(map(meets_slo, short)) / len(short),
+        "slo": sum(map(meets_slo, short)) / (len(short) + short_failed),
         "short_requests": len(short),
         "long_requests": len(long),
+        "short_failed": short_failed,
+        "long_failed": long_failed,
     }
 
 

@@ -24,12 +24,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-sys.path[:0] = [str(REPOSITORY), str(HERE.parent / "timing")]
+sys.path[:0] = [str(REPOSITORY), str(HERE.parent / "common")]
 
-from quiet import Meter  # noqa: E402
-from tests.api.conftest import _assets  # noqa: E402
-from tests.operator.process.plane import Cluster, Plane, cluster, plane  # noqa: E402
-from tests.operator.process.scale import at_rest, latencies, restarted, settle  # noqa: E402
+from quiet import Meter
+from tests.api.conftest import _assets
+from tests.operator.process.plane import Cluster, Plane, cluster, plane
+from tests.operator.process.scale import at_rest, latencies, restarted, settle
 
 PAGE = REPOSITORY / "docs/operator-faults.md"
 MARKS = ("<!-- scale: begin; written by `make bench-operator` -->\n", "<!-- scale: end -->")

@@ -20,6 +20,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import peers
 import traces
 import uvloop
@@ -224,17 +226,21 @@ def quantiles(delays: Sequence[int]) -> dict[str, float]:
 
 
 def run(
-    runs: int = 3, *, quietly: Quietly = as_it_comes, say: Callable[[str], None] = print
+    runs: int = 3,
+    kinds: Sequence[str] = KINDS,
+    *,
+    quietly: Quietly = as_it_comes,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = traces.write_model(Path(name))
         for number in range(runs):
-            order = KINDS[:: 1 if number % 2 == 0 else -1]
+            order = kinds[:: 1 if number % 2 == 0 else -1]
             result, others = uvloop.run(quietly(functools.partial(measure, folder, order)))
             found.append({**result, "others": others})
             told = (
-                f"{kind} {result[kind]['p999']:.2f} ms ({result[kind]['router_cpu']:.0%})" for kind in KINDS
+                f"{kind} {result[kind]['p999']:.2f} ms ({result[kind]['router_cpu']:.0%})" for kind in kinds
             )
             say(f"chunk delay p99.9, run {number + 1}: {', '.join(told)}")
     return {

@@ -1,6 +1,6 @@
 """The routers that are measured: Tandem and its peers from PyPI, each in front of the same engines.
 
-The peers live in an environment of their own, .venv-peers, made from peers.txt. What they can do here:
+What the peers can do here:
 
 - vllm-router 0.1.17. `cache_aware` guesses from what it sent: a tree of request texts for each engine.
   `kv_aware` follows the engines' KV events over ZMQ, and has an engine tokenize each prompt
@@ -13,44 +13,25 @@ The peers live in an environment of their own, .venv-peers, made from peers.txt.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
+import itertools
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
-import venv
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from machine import free_ports
+from packages import program
+from processes import end, last_words, start, until_ready
 
 from engines import NAME, Place
-from tandem.bench.load import LoadError, ask
+from tandem.bench.load import ask
 from tandem.http import Client, Origin
 
 HERE = Path(__file__).resolve().parent
-VENV = HERE.parents[1] / ".venv-peers"
-PACKAGES = HERE / "peers.txt"
-READY_SECONDS = 60.0
-
-
-def python() -> Path:
-    """The peers' Python; the first call installs them (20 s, 0.5 GB)."""
-    found, stamp = VENV / "bin" / "python", VENV / "installed"
-    wanted = hashlib.sha256(PACKAGES.read_bytes()).hexdigest()
-    if not (stamp.exists() and stamp.read_text() == wanted):
-        venv.create(VENV, clear=True, with_pip=True)
-        command = [found, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-r", PACKAGES]
-        subprocess.run(command, check=True)
-        stamp.write_text(wanted)
-    return found
 
 
 @dataclass(frozen=True)
@@ -106,7 +87,7 @@ def _tandem(router: Router, s: Setting) -> list[str]:
 
 
 def _vllm_router(router: Router, s: Setting) -> list[str]:
-    words = [str(VENV / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(s.port)]
+    words = [str(program("vllm-router")), "--host", "127.0.0.1", "--port", str(s.port)]
     words += ["--prometheus-port", str(s.spare), "--log-level", "warning", "--policy", router.strategy]
     words += ["--worker-startup-check-interval", "1", "--worker-urls", *(e.url for e in s.engines)]
     if router.strategy == "kv_aware":
@@ -118,7 +99,7 @@ def _vllm_router(router: Router, s: Setting) -> list[str]:
 
 
 def _smg(router: Router, s: Setting) -> list[str]:
-    words = [str(VENV / "bin" / "smg"), "launch", "--host", "127.0.0.1", "--port", str(s.port)]
+    words = [str(program("smg")), "launch", "--host", "127.0.0.1", "--port", str(s.port)]
     words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(s.spare), "--log-level", "warn"]
     words += ["--backend", "vllm", "--policy", router.strategy, "--block-size", str(s.block_size)]
     if router.over_grpc:
@@ -188,53 +169,40 @@ async def serving(router: Router, engines: Sequence[Place], **setting: Any) -> A
     port, spare, *workers = free_ports(2 + len(engines))
     s = Setting(engines=engines, port=port, spare=spare, workers=workers, **setting)
     started: list[Process] = []
-    with tempfile.TemporaryFile() as log:
-        try:
+    try:
+        with last_words() as log:
             if router.over_grpc:
-                started.append(await _start(_workers(s), stdout=PIPE, stderr=log))
+                started.append(await start(_workers(s), stdout=PIPE, stderr=log))
                 assert started[0].stdout
                 await started[0].stdout.readline()
-            started.append(await _start(router.command(s), stdout=log, stderr=log))
+            started.append(await start(router.command(s), stdout=log, stderr=log))
             await _ready(router, s, started[-1])
             yield Running(f"http://127.0.0.1:{port}", started[-1])
-        except SystemExit:
-            log.seek(0)
-            sys.stderr.write(log.read()[-3000:].decode("utf-8", "replace"))
-            raise
-        finally:
-            for process in reversed(started):
-                await _end(process)
-
-
-async def _start(command: Sequence[str], **where: Any) -> Process:
-    return await asyncio.create_subprocess_exec(*command, **where, env={**os.environ, "RUST_LOG": ""})
+    finally:
+        for process in reversed(started):
+            await end(process)
 
 
 def _workers(s: Setting) -> list[str]:
     pairs = zip(s.engines, s.workers, strict=True)
     engines = [f"{e.url}={port}={e.events}={e.replay}" for e, port in pairs]
-    return [str(VENV / "bin" / "python"), str(HERE / "grpc_workers.py"), s.model, NAME, *engines]
+    return [str(program("python")), str(HERE / "grpc_workers.py"), s.model, NAME, *engines]
 
 
 async def _ready(router: Router, s: Setting, process: Process) -> None:
     """Until it knows all engines and has answered a request."""
-    client, deadline, number = Client(), time.monotonic() + READY_SECONDS, 0
-    origin = Origin.parse(f"http://127.0.0.1:{s.port}")
+    client, origin = Client(), Origin.parse(f"http://127.0.0.1:{s.port}")
+    numbers = itertools.count()
+
+    async def ready() -> bool:
+        # Text: smg takes no token ids for workers over gRPC.
+        body = {"model": NAME, "prompt": f"ready {next(numbers)}", "max_tokens": 1}
+        if known := await _engines_known(client, router, s):
+            await ask(client, origin, "/v1/completions", body)
+        return known
+
     try:
-        while time.monotonic() < deadline:
-            if process.returncode is not None:
-                raise SystemExit(f"{router.name} ended with {process.returncode}")
-            try:
-                if await _engines_known(client, router, s):
-                    # Text: smg takes no token ids for workers over gRPC.
-                    body = {"model": NAME, "prompt": f"ready {number}", "max_tokens": 1}
-                    await ask(client, origin, "/v1/completions", body)
-                    return
-            except LoadError:
-                pass
-            number += 1
-            await asyncio.sleep(0.2)
-        raise SystemExit(f"{router.name} was not ready in {READY_SECONDS:.0f} s")
+        await until_ready(router.name, process, ready)
     finally:
         await client.aclose()
 
@@ -247,13 +215,3 @@ async def _engines_known(client: Client, router: Router, s: Setting) -> bool:
     path = "/ready" if router.product == "Tandem" else "/health"
     await ask(client, Origin.parse(f"http://127.0.0.1:{s.port}"), path)
     return True
-
-
-async def _end(process: Process) -> None:
-    """Ask first; smg then drains for seconds, which nobody waits for."""
-    for way in (process.terminate, process.kill):
-        with suppress(ProcessLookupError):
-            way()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await process.wait()

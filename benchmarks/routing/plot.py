@@ -7,11 +7,10 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from report import medians
+from svg import COLOURS, STYLE, line, ticks
 
 WIDTH, HEIGHT = 460, 330
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 30, 44
-COLOURS = {"Tandem": "#1f6feb", "vllm-router": "#d1690e", "smg": "#2da44e"}
-_STYLE = "font-family='system-ui,sans-serif' font-size='11'"
 
 
 def svg(result: dict[str, Any]) -> str:
@@ -22,7 +21,7 @@ def svg(result: dict[str, Any]) -> str:
     legend = 18 * ((len(products) + 1) // 2) + 12
     total = WIDTH * len(speeds), HEIGHT + legend
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{total[0]}' height='{total[1]}' {_STYLE}>",
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{total[0]}' height='{total[1]}' {STYLE}>",
         "<rect width='100%' height='100%' fill='white'/>",
     ]
     for place, speed in enumerate(speeds):
@@ -57,41 +56,28 @@ def _panel(
 
     floor = HEIGHT - BOTTOM
     parts = [f"<text x='{WIDTH / 2}' y='18' text-anchor='middle' font-weight='600'>{escape(title)}</text>"]
-    parts.append(_line(LEFT, floor, WIDTH - RIGHT, floor) + _line(LEFT, TOP, LEFT, floor))
+    parts.append(line(LEFT, floor, WIDTH - RIGHT, floor) + line(LEFT, TOP, LEFT, floor))
     parts += [
         f"<text x='{x(ms / 1000):.1f}' y='{floor + 15}' text-anchor='middle'>{ms:g}</text>"
         for ms in ticks(most_ms)
     ]
     for percent in ticks(most_hits * 100):
         label = f"<text x='{LEFT - 6}' y='{y(percent / 100) + 4:.1f}' text-anchor='end'>{percent:g} %</text>"
-        parts.append(label + _line(LEFT, y(percent / 100), WIDTH - RIGHT, y(percent / 100), "#e5e5e5"))
+        parts.append(label + line(LEFT, y(percent / 100), WIDTH - RIGHT, y(percent / 100), "#e5e5e5"))
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(
         f"<text x='{middle}' y='{HEIGHT - 8}' text-anchor='middle'>TTFT p99, ms; up: hit rate</text>"
     )
-    parts.append(_line(LEFT, y(bound), WIDTH - RIGHT, y(bound), "#888", dash=True))
+    parts.append(line(LEFT, y(bound), WIDTH - RIGHT, y(bound), "#888", dash=True))
     parts.append(
         f"<text x='{WIDTH - RIGHT}' y='{y(bound) - 4:.1f}' text-anchor='end' fill='#666'>bound</text>"
     )
     for row in rows:
         name = row["router"]
         colour, at_x, at_y = COLOURS[products[name]], x(row["ttft_p99"]), y(row["hit_rate"])
-        parts.append(_line(x(row["ttft_p99_low"]), at_y, x(row["ttft_p99_high"]), at_y, colour))
-        parts.append(_line(at_x, y(row["hit_rate_low"]), at_x, y(row["hit_rate_high"]), colour))
+        parts.append(line(x(row["ttft_p99_low"]), at_y, x(row["ttft_p99_high"]), at_y, colour))
+        parts.append(line(at_x, y(row["hit_rate_low"]), at_x, y(row["hit_rate_high"]), colour))
         parts.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='4' fill='{colour}'/>")
         above = at_y + (-5 if numbers[name] % 2 else 13)
         parts.append(f"<text x='{at_x + 6:.1f}' y='{above:.1f}' fill='{colour}'>{numbers[name]}</text>")
     return parts
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#333", *, dash: bool = False) -> str:
-    dashes = " stroke-dasharray='4 3'" if dash else ""
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'{dashes}/>"
-
-
-def ticks(most: float) -> list[float]:
-    """Round numbers from 0 up to `most`, four to ten of them."""
-    step = next(
-        s for power in range(-3, 7) for s in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if most / s < 9
-    )
-    return [round(step * i, 9) for i in range(int(most / step) + 1)]

@@ -21,7 +21,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import machine
+import packages
 import peers
 import traces
 from replay import figures, replay
@@ -141,7 +144,7 @@ def run(
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All routers at all speeds, `runs` times."""
-    peers.python()
+    packages.python()
     load = traces.load(requests=requests, block=BLOCK, most_output=MOST_OUTPUT)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:

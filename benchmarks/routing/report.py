@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import pages
+from pages import Goal, markdown, spread
 
 FIGURES = (
     "hit_rate",
@@ -23,49 +24,12 @@ Results = dict[str, Any]
 """By part: "virtual", "realtime", "delay", "scale", "index"; each may be missing."""
 
 
-def insert(page: Path, marker: str, text: str) -> None:
-    """Replace what stands on a page between `<!-- MARKER -->` and `<!-- /MARKER -->`. Raises ValueError."""
-    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-    before, found_begin, rest = page.read_text("utf-8").partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ValueError(f"{page} has no {begin} … {end}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
-
-
-def medians(
-    runs: Iterable[dict[str, Any]], by: Sequence[str], figures: Sequence[str] = FIGURES
-) -> list[dict[str, Any]]:
-    """For each value of the fields `by`, the medians of the figures, with the lowest and the highest run."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault(tuple(run[name] for name in by), []).append(run)
-    rows = []
-    for key, group in groups.items():
-        row: dict[str, Any] = dict(zip(by, key, strict=True))
-        for name in (name for name in figures if name in group[0]):
-            values = [run[name] for run in group]
-            row[name] = statistics.median(values)
-            row[f"{name}_low"], row[f"{name}_high"] = min(values), max(values)
-        rows.append({**row, "runs": len(group)})
-    return rows
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first row is its head."""
-    head, *rest = rows
-    lines = [head, ["---"] * len(head), *rest]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _spread(row: dict[str, Any], name: str, form: str, scale: float = 1.0) -> str:
-    """The median, and the lowest and highest run where there are several."""
-    middle, low, high = (format(row[n] * scale, form) for n in (name, f"{name}_low", f"{name}_high"))
-    return middle if row["runs"] == 1 else f"{middle} ({low}-{high})"
+def medians(runs: Iterable[dict[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
+    return pages.medians(runs, by, FIGURES)
 
 
 def _percent(row: dict[str, Any], name: str) -> str:
-    return f"{_spread(row, name, '.1f', 100)} %"
+    return f"{spread(row, name, '.1f', 100)} %"
 
 
 # --- tables ---
@@ -82,9 +46,9 @@ def virtual_table(result: dict[str, Any]) -> str:
                 load,
                 row["strategy"],
                 _percent(row, "hit_rate"),
-                _spread(row, "ttft_p50", ".2f"),
-                _spread(row, "ttft_p99", ".1f"),
-                _spread(row, "imbalance", ".2f"),
+                spread(row, "ttft_p50", ".2f"),
+                spread(row, "ttft_p99", ".1f"),
+                spread(row, "imbalance", ".2f"),
                 f"{row['errors_high']:.0f}",
             ]
         )
@@ -120,11 +84,11 @@ def realtime_table(result: dict[str, Any]) -> str:
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
         _percent(row, "hit_rate"),
-        _spread(row, "ttft_p50", ".0f", 1000),
-        _spread(row, "ttft_p99", ".0f", 1000),
-        _spread(row, "imbalance", ".2f"),
+        spread(row, "ttft_p50", ".0f", 1000),
+        spread(row, "ttft_p99", ".0f", 1000),
+        spread(row, "imbalance", ".2f"),
         f"{row['errors_high']:.0f}",
-        _spread(row, "cpu_ms", ".1f"),
+        spread(row, "cpu_ms", ".1f"),
     ]
 
 
@@ -171,13 +135,6 @@ def delay_ratio(delay: dict[str, Any], kind: str) -> float:
 # --- goals ---
 
 
-@dataclass(frozen=True)
-class Goal:
-    what: str
-    measured: str
-    met: bool
-
-
 def goals(results: Results) -> list[Goal]:
     """Of what was measured."""
     found: list[Goal] = []
@@ -198,11 +155,6 @@ def goals(results: Results) -> list[Goal]:
             goal = f"chunk delay p99.9 at most 1.5 times that without, while {what}"
             found.append(Goal(goal, f"{ratio:.2f}", ratio <= 1.5))
     return found
-
-
-def goals_table(found: Sequence[Goal]) -> str:
-    lines = [[g.what, g.measured, "yes" if g.met else "**no**"] for g in found]
-    return markdown([["goal", "measured", "met"], *lines])
 
 
 def _virtual_goals(result: dict[str, Any]) -> list[Goal]:

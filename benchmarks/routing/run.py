@@ -21,23 +21,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "common"))
+
 import delay
 import index
 import machine
-import peers
+import packages
 import plot
 import realtime
 import report
 import scale
 import virtual
+from pages import goals_table, insert
+from quiet import Meter, undisturbed
 
-HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 PAGE, PICTURE = DOCS / "routing.md", DOCS / "images" / "routing.svg"
 RESULTS = HERE / "results.json"
 PARTS = ("virtual", "realtime", "delay", "scale", "index")
-sys.path.append(str(HERE.parent / "timing"))
-from quiet import Meter, undisturbed  # noqa: E402 - a script of the folder beside
 
 
 def say(what: str) -> None:
@@ -53,7 +55,7 @@ def measured(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "realtime": lambda: realtime.run(runs, requests or realtime.REQUESTS, quietly=quietly, say=say),
         "delay": lambda: delay.run(runs, quietly=quietly, say=say),
         "scale": lambda: scale.run(runs, quietly=quietly, say=say),
-        "index": lambda: index.measure(str(peers.python())),
+        "index": lambda: index.measure(str(packages.python())),
     }
     say(f"{part}: begins")
     meter, begun = Meter(), time.monotonic()
@@ -78,10 +80,10 @@ def write(results: report.Results) -> None:
         PICTURE.write_text(plot.svg(results["realtime"]), "utf-8")
     if results.keys() & {"index", "scale", "delay"}:
         tables["cost"] = report.cost_table(results)
-    tables["goals"] = report.goals_table(report.goals(results))
+    tables["goals"] = goals_table(report.goals(results))
     print("\n\n".join(tables.values()))
     for name, table in tables.items():
-        report.insert(PAGE, f"routing-{name}", table)
+        insert(PAGE, f"routing-{name}", table)
 
 
 def main() -> None:

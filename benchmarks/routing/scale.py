@@ -11,12 +11,15 @@ import asyncio
 import functools
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 import peers
 import traces

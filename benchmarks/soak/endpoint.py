@@ -8,10 +8,9 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import machine
@@ -19,19 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from promises import ROUTER
 
 from tandem.bench.load import LoadError, ask
+from tandem.bench.scrape import ENGINE_IN_HAND, ROUTER_IN_HAND
 from tandem.http import Client, Origin
+from tandem.local.record import ProcessState, load
 
 START_SECONDS = 600.0
-_GAUGES = (
-    "tandem_requests_in_flight",
-    "tandem_tokens_in_flight",
-    "tandem_pending_prompt_tokens",
-    "tandem_reserved",
-    "tandem_requests_running",
-    "tandem_requests_waiting",
-    "tandem_handoffs_cleaning_up",
-)
-_ENGINE_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 @dataclass
@@ -39,11 +30,15 @@ class Endpoint:
     pid: int
     """Of `tandem up`."""
     url: str
+    folder: Path
+    """Where `tandem up` writes down which processes there are, for `tandem status`."""
     client: Client
-    urls: dict[str, str] = field(default_factory=dict)
-    """Of engines, by name."""
-    roles: dict[str, str] = field(default_factory=lambda: {ROUTER: ROUTER})
-    """By name; the router is one of them."""
+
+    def __post_init__(self) -> None:
+        self.roles: dict[str, str] = {p.name: p.role for p in self._processes()}
+        """By name; the router is one of them."""
+        self.urls = {p.name: p.url for p in self._processes() if p.name != ROUTER}
+        """Of engines, by name."""
 
     @property
     def router(self) -> Origin:
@@ -54,20 +49,14 @@ class Endpoint:
         return [name for name, its in self.roles.items() if its == role]
 
     def pids(self, who: str) -> set[int]:
-        """An engine's processes, or the router's: one that has this port in its command line, and its
-        children."""
-        url = self.url if who == ROUTER else self.urls[who]
-        below = machine.children(self.pid)[1:]  # `tandem up` has such a command line, too
-        roots = machine.with_words(below, "--port", str(Origin.parse(url).port))
-        return {pid for root in roots for pid in machine.children(root)}
+        """The processes of an engine or of the router."""
+        root = next(p.pid for p in self._processes() if p.name == who)
+        return set() if root is None else set(machine.children(root))
 
-    async def learn(self) -> None:
-        """Which engines there are."""
-        for name, labels, _ in await self._samples(self.router) or ():
-            if name == "tandem_engine_ready":
-                role = labels["role"]
-                who = f"{role}-{len(self.of(role))}"
-                self.urls[who], self.roles[who] = labels["engine"], role
+    def _processes(self) -> list[ProcessState]:
+        state = load(self.folder)
+        assert state is not None, f"{self.folder} has no state of an endpoint"
+        return state.processes
 
     async def ready(self) -> set[str] | None:
         """The engines in use, by the router's word; None when it gives none."""
@@ -96,8 +85,11 @@ class Endpoint:
             if samples is None:
                 left.append(f"{who} does not answer")
                 continue
-            held = ((n, labels, v) for n, labels, v in samples if n in (*_GAUGES, *_ENGINE_GAUGES) and v)
-            left += [f"{who}: {name}{labels} is {value:g}" for name, labels, value in held]
+            left += [
+                f"{who}: {name}{labels} is {value:g}"
+                for name, labels, value in samples
+                if name in (*ROUTER_IN_HAND, *ENGINE_IN_HAND) and value
+            ]
         return left
 
     async def at_rest(self) -> bool:
@@ -122,38 +114,30 @@ class Endpoint:
 @asynccontextmanager
 async def up(file: Path, port: int) -> AsyncIterator[Endpoint]:
     """`tandem up -f FILE`, ready in the block and stopped after it."""
+    client = Client()
     with tempfile.TemporaryDirectory() as state:
         log = Path(state) / "up.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tandem", "up", "--port", str(port), "--file", str(file)),
+                *(sys.executable, "-m", "tandem", "up", "--json", "--port", str(port), "--file", str(file)),
                 env={**os.environ, "XDG_STATE_HOME": state},
-                stdout=output,
+                stdout=asyncio.subprocess.PIPE,
                 stderr=output,
             )
-        endpoint = Endpoint(process.pid, f"http://127.0.0.1:{port}", Client())
         try:
-            await _until_ready(endpoint, process)
-            yield endpoint
+            assert process.stdout is not None
+            async with asyncio.timeout(START_SECONDS):
+                told = json.loads(await process.stdout.readline() or "null")
+            if told is None:
+                raise SystemExit(f"tandem up ended with {await process.wait()}")
+            yield Endpoint(process.pid, told["url"], Path(told["logs"]), client)
             if process.returncode is not None:
                 raise SystemExit(f"tandem up ended with {process.returncode}")
         except BaseException:
             sys.stderr.write(log.read_text("utf-8", "replace"))
             raise
         finally:
-            await endpoint.client.aclose()
+            await client.aclose()
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
             await process.wait()
-
-
-async def _until_ready(endpoint: Endpoint, process: asyncio.subprocess.Process) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while process.returncode is None and time.monotonic() < deadline:
-        with suppress(LoadError):
-            told = json.loads(await ask(endpoint.client, endpoint.router, "/ready"))
-            if not told["unproved"]:
-                await endpoint.learn()
-                return
-        await asyncio.sleep(0.5)
-    raise SystemExit(f"tandem up was not ready in time (exit code {process.returncode})")

@@ -26,12 +26,6 @@ def alive(pids: Collection[int]) -> list[int]:
     return [pid for pid, stat in _stats() if pid in pids and stat[0] != "Z"]
 
 
-def with_words(pids: Collection[int], *words: str) -> list[int]:
-    """Those whose command line has some words one after another."""
-    wanted = "\0".join(("", *words, ""))
-    return [pid for pid in pids if wanted in f"\0{_command(pid)}"]
-
-
 def working(pids: Collection[int]) -> list[int]:
     """Without Python's resource trackers: an engine does not miss its own, and would not be restarted."""
     return [pid for pid in pids if "multiprocessing.resource_tracker" not in _command(pid)]

@@ -60,6 +60,10 @@ def test_an_endpoint_is_left_alone_or_paused() -> None:
     assert (asked(paused="true").paused, asked(paused="false").paused) == (True, False)
 
 
+def test_the_secret_of_api_keys_is_named() -> None:
+    assert asked(api_keys_secret="keys.of-chat").api_keys_secret == "keys.of-chat"
+
+
 @pytest.mark.parametrize("name", ["auto", "nixl", "lmcache"])
 def test_the_connector_is_named(name: str) -> None:
     assert parse_annotations({ANNOTATION_CONNECTOR: name}) == (Extensions(connector=name), [])
@@ -106,6 +110,8 @@ def test_each_role_has_its_own(role: Role) -> None:
     [
         ("connector", "nixle", "", "must be one of auto, nixl, lmcache (it is 'nixle')"),
         ("paused", "yes", "", "must be true or false (it is 'yes')"),
+        ("api-keys-secret", "", "", "must match ^[a-z0-9]"),
+        ("api-keys-secret", "Keys_of", "", "must match ^[a-z0-9]"),
         ("managed", "", "", "must be true or false (it is '')"),
         ("prefill-image", "", "", "must not be empty"),
         ("prefill-env", "UCX_TLS=rc", "", "must be a list (it is 'UCX_TLS=rc')"),
@@ -137,7 +143,12 @@ def test_each_role_has_its_own(role: Role) -> None:
         ("zzz", "", "", "is not an annotation that Tandem knows"),
         ("router-env", "[]", "", "are for prefill and decode; routers have the operator's own settings"),
         ("worker-image", "a", "", "are for prefill and decode; what is for all engines is below spec.worker"),
-        ("prefill-env", "[{name: A, value: y}]", "[0].value", "must be a string (it is True)"),
+        (
+            "prefill-env",
+            "[{name: A, value: y}]",
+            "[0].value",
+            "must be a string (it is true); put it in quotes",
+        ),
         ("prefill-env", "&a [*a]", "", "is not YAML: an anchor's value contains itself"),
     ],
 )
@@ -174,7 +185,7 @@ def test_every_mistake_is_told_at_once_and_the_rest_holds() -> None:
     )
     assert sorted(str(p) for p in problems) == [
         "metadata.annotations[tandem.dev/prefill-env][0].name: is required",
-        "metadata.annotations[tandem.dev/prefill-env][1].name: must be a string (it is 1)",
+        "metadata.annotations[tandem.dev/prefill-env][1].name: must be a string (it is 1); put it in quotes",
         "metadata.annotations[tandem.dev/x]: is not an annotation that Tandem knows",
     ]
     assert extensions.roles[Role.DECODE].image == "own"

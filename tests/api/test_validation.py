@@ -86,6 +86,96 @@ def test_without_a_file_there_is_no_place() -> None:
     assert str(finding) == "error IEC101 spec.zzz: is not a field"
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("spec.routingThreshold", "it belongs in spec.pdSpec"),
+        ("spec.pdSpec.nodeSelector", "it belongs in spec.pdSpec.prefillSpec or spec.pdSpec.decodingSpec"),
+        ("spec.pdSpec.autoScalingSpec.maxReplicaCount",
+         "it belongs in spec.pdSpec.autoScalingSpec.prefillAutoScaling or "
+         "spec.pdSpec.autoScalingSpec.decodingAutoScaling"),
+        ("spec.args", "it belongs in spec.pdSpec.prefillSpec, spec.pdSpec.decodingSpec or spec.worker"),
+        ("pdSpec", "it belongs in spec"),
+        ("spec.pdSpec.decodingSpec.image",
+         "it belongs in spec.worker or the annotation tandem.dev/decode-image, for these pods alone"),
+        ("spec.tolerations",
+         "it belongs in the annotations tandem.dev/prefill-tolerations and tandem.dev/decode-tolerations"),
+        ("spec.worker.env", "here it is environmentVariables"),
+        ("spec.worker.modelInvocationPort.port", "there are containerPort, name"),
+        ("spec.worker.modelInvocationPort.containerport", "did you mean containerPort?"),
+    ],
+)  # fmt: skip
+def test_of_a_field_in_the_wrong_place_the_right_one_is_told(path: str, said: str) -> None:
+    assert [f.message for f in validate(with_fields(S3, {path: "x"})).errors if f.path == path] == [
+        f"is not a field; {said}"
+    ]
+
+
+def test_fields_of_v1_in_an_older_resource_are_told_as_such() -> None:
+    older = {**with_fields(S3, {}), "apiVersion": "inference.sagemaker.aws.amazon.com/v1alpha1"}
+    told = {f.path: f.message for f in validate(older).errors}
+    assert told["spec.pdSpec"] == (
+        "is not a field of v1alpha1; write apiVersion: inference.sagemaker.aws.amazon.com/v1"
+    )
+
+
+def test_without_pd_spec_no_annotation_of_a_role_is_named() -> None:
+    (finding,) = validate(with_fields(COLOCATED, {"spec.worker.affinity": {}})).errors
+    assert "tandem.dev" not in finding.message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("spec.modelName", 4, "must be a string (it is 4); put it in quotes"),
+        ("spec.modelName", True, "(it is true); put it in quotes (y, n, yes, no, on and off are booleans"),
+        ("spec.pdSpec.routingThreshold", "4096", "a whole number (it is '4096'); take the quotes away"),
+        ("spec.pdSpec.routingThreshold", "4k", "must be a whole number (it is '4k')"),
+        ("spec.pdSpec.topologySpec.sameAZ", "true", "or false (it is 'true'); take the quotes away"),
+        ("spec.worker.environmentVariables", {"A": "b"}, "; a list is [a, b], or items that begin"),
+        ("spec.pdSpec.prefillSpec.resources.limits", {"memory": "2GB"}, "as 8, 500m or 200Gi; it must"),
+        ("spec.dnsConfig", {"hostedZoneId": "/hostedzone/Z1"}, "the id alone, as Z0123456789ABC; it must"),
+    ],
+)  # fmt: skip
+def test_of_a_value_it_is_told_how_it_is_written(path: str, value: Any, said: str) -> None:
+    assert any(
+        f.path.startswith(path) and said in f.message for f in validate(with_fields(S3, {path: value})).errors
+    )
+
+
+def test_a_source_that_is_misspelt_makes_no_section_useless() -> None:
+    """To take the section out, as is said where another source is used, would be the wrong advice."""
+    report = validate(with_fields(S3, {"spec.modelSourceConfig.modelSourceType": "S3"}))
+    assert [f.rule for f in report.errors] == ["IEC104"]
+    assert not any(f.rule == "IEC511" for f in report.warnings)
+
+
+def test_a_volume_without_a_name_is_not_offered_for_mounts() -> None:
+    volumes = [{"emptyDir": {}}, {"name": "a", "emptyDir": {}}]
+    container = {"name": "c", "image": "i", "volumeMounts": [{"name": "b", "mountPath": "/b"}]}
+    given = {"spec.kubernetes": {"volumes": volumes, "initContainers": [container]}}
+    (finding,) = [f for f in validate(with_fields(S3, given)).errors if f.rule == "IEC223"]
+    assert "None" not in finding.message
+    assert "there are a, " in finding.message
+
+
+def test_a_size_that_is_none_is_told_by_its_variables_name() -> None:
+    for value, rule in (("8Gi", "IEC232"), ("1024", "IEC233")):
+        given = {"spec.worker.environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": value}]}
+        (finding,) = validate(with_fields(S3, given)).errors
+        assert (finding.rule, finding.message.startswith("PD_BUFFER_SIZE")) == (rule, True)
+
+
+def test_a_model_that_only_a_variable_can_name_is_no_mistake() -> None:
+    """Entrypoints of some images read it there, and with a router Tandem names it."""
+    args = {"spec.intelligentRoutingSpec": ..., "spec.worker.args": ["--enforce-eager"]}
+    variable = {"spec.worker.environmentVariables": [{"name": "SM_VLLM_MODEL", "value": "/opt/ml/model"}]}
+    assert ("IEC725", "spec.worker.args") in said(with_fields(COLOCATED, args))
+    assert ("IEC725", "spec.worker.args") not in said(with_fields(COLOCATED, args | variable))
+    args.pop("spec.intelligentRoutingSpec")
+    assert ("IEC725", "spec.worker.args") not in said(with_fields(COLOCATED, args))
+
+
 def test_findings_come_in_the_order_of_the_file() -> None:
     text = S3.replace("replicas: 2", "replicas: 0").replace("modelName: llama", "modelName: -llama")
     (document,) = read_manifest(text, "x.yaml").documents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_warnings_fail_only_where_that_is_asked_for(run: Run) -> None:
 
 
 def test_several_files_folders_and_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("folder").mkdir()
+    Path("folder/below.yaml").mkdir(parents=True)
     for name in ("b.yml", "a.json", "c.yaml", "notes.txt"):
         Path("folder", name).write_text(WRONG if name != "a.json" else json.dumps({"kind": "Pod"}), "utf-8")
     write(one=WRONG)
@@ -96,6 +97,28 @@ def test_no_endpoint_at_all_is_an_error(run: Run, text: str) -> None:
     )
 
 
+def test_folders_of_folders_are_noted_unless_they_are_named(run: Run) -> None:
+    """As by kubectl they are not looked into; `sub.yaml` is a folder with a misleading name."""
+    for name in ("folder", "folder/sub.yaml", "folder/.git"):
+        Path(name).mkdir()
+    Path("folder/one.yaml").write_text(GOOD)
+    Path("folder/sub.yaml/two.yaml").write_text(GOOD)
+    note = "note: folder/sub.yaml: a folder of a folder is not looked into; name it too\n"
+    assert run("-f", "folder") == (OK, "", f"{note}1 endpoint: 0 errors, 0 warnings\n")
+    assert run("-f", "folder", "folder/sub.yaml") == (OK, "", "2 endpoints: 0 errors, 0 warnings\n")
+
+
+def test_standard_input_without_an_endpoint_has_its_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"kind: Pod\n")))
+    _, out, _ = run("-f", "-")
+    assert out == "<stdin>:1:1: error IEC003 no object of kind InferenceEndpointConfig in <stdin>\n"
+
+
+def test_a_file_that_fails_while_it_is_read_is_named(run: Run) -> None:
+    """Linux opens it, and there is nothing at address 0."""
+    assert run("-f", "/proc/self/mem") == (USAGE, "", "tandem: /proc/self/mem: Input/output error\n")
+
+
 def test_what_is_no_yaml_is_an_error_and_not_that_nothing_is_there(run: Run) -> None:
     write(broken="a: [\n")
     code, out, _ = run("-f", "broken.yaml")
@@ -111,6 +134,16 @@ def test_what_is_no_yaml_is_an_error_and_not_that_nothing_is_there(run: Run) -> 
         (["-f", "good.yaml", "--model-config", "none"], "tandem: none: No such file or directory\n"),
         (["-f", "good.yaml", "--model-config", "good.yaml"], "tandem: good.yaml: is not JSON: "),
         (["-f", "good.yaml", "--model-config", "list.json"], "it holds no object\n"),
+        (
+            ["-f", "good.yaml", "--model-config", "deep.json"],
+            "deep.json: is not JSON that can be read: it is nested",
+        ),
+        (
+            ["-f", "good.yaml", "--model-config", "/dev/zero"],
+            "/dev/zero: is larger than 4 MiB; no config.json is\n",
+        ),
+        (["-f", ""], "tandem: -f: names no file\n"),
+        (["-f", "folder"], "tandem: folder/x\\n::error::forged.yaml: No such file or directory\n"),
         ([], "the following arguments are required: -f/--file"),
         (["-f", "good.yaml", "--format", "xml"], "invalid choice: 'xml'"),
     ],
@@ -119,6 +152,9 @@ def test_what_cannot_be_run_is_the_callers_mistake(run: Run, arguments: list[str
     write(good=GOOD)
     Path("bytes.yaml").write_bytes(b"a: \xff")
     Path("list.json").write_text("[]")
+    Path("deep.json").write_text("[" * 100_000)
+    Path("folder").mkdir()
+    Path("folder/x\n::error::forged.yaml").symlink_to("nowhere")
     code, out, err = run(*arguments)
     assert (code, out) == (USAGE, "")
     assert said in err
@@ -191,6 +227,16 @@ def test_sarif_is_what_code_scanning_takes(run: Run) -> None:
         "region": {"startLine": LINE, "startColumn": 5},
     }
     assert location["logicalLocations"] == [{"fullyQualifiedName": "spec.pdSpec.routingThreshold"}]
+
+
+def test_a_file_may_have_any_name(run: Run) -> None:
+    """Also one that is not UTF-8."""
+    Path(os.fsdecode(b"\xff.yaml")).write_text(WRONG)
+    for form in ("human", "json", "github", "sarif"):
+        code, out, _ = run("-f", os.fsdecode(b"\xff.yaml"), "--format", form)
+        assert code == FAILURE
+        assert "routingThreshold" in out
+    assert '"uri": "%FF.yaml"' in out
 
 
 def test_sarif_of_nothing_is_a_run_without_results(run: Run) -> None:

@@ -107,15 +107,57 @@ def test_a_byte_order_mark_is_passed_over() -> None:
         ("y", True), ("Off", False), ("yes", True), ("N", False), ("'y'", "y"),
         ("017", 15), ("0o17", 15), ("0x1F", 31), ("0b11", 3), ("1_000", 1000), ("08", 8.0), ("+12", 12),
         ("1e3", 1000.0), ("1.", 1.0), (".5", 0.5), ("1.2.3", "1.2.3"),
+        ("1_0.5", 10.5), ("+_1", 1), ("0x_", "0x_"), ("1e999", "1e999"), ("<<", "<<"),
         ("10:30", "10:30"), ("2024-01-31", "2024-01-31"), ("~", None), ("", None), ("!!str 1", "1"),
         ("!!binary aGVsbG8=", "hello"), ("!!timestamp 2024-01-31", "2024-01-31"), ("=", "="),
     ],
 )  # fmt: skip
 def test_plain_scalars_are_read_as_kubectl_reads_them(scalar: str, value: object) -> None:
     """Seen with kubectl: y is a boolean, 1e3 a number, 10:30 text."""
-    (document,) = read(f"kind: InferenceEndpointConfig\na: {scalar}\n").documents
-    read_value = document.resource["a"]
+    read_value = value_of(scalar)
     assert (read_value, type(read_value)) == (value, type(value))
+
+
+def value_of(text: str) -> object:
+    """What a manifest holds with this text as the value of a field."""
+    manifest = read(f"kind: InferenceEndpointConfig\na: {text}\n")
+    assert manifest.findings == []
+    return manifest.documents[0].resource["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("\tb", "b"),
+        ("b\t# c", "b"),
+        ("b\tc", "b\tc"),
+        ("b\t\n  \n  c", "b\nc"),
+        ("[b\t,\tc]", ["b", "c"]),
+        ("{b:\tc}", {"b": "c"}),
+        ("\n  b:\tc\t\n  d: 1\t", {"b": "c", "d": 1}),
+        ("[&x b, *x, &x c, *x]", ["b", "b", "c", "c"]),
+        ("{b:}", {"b:": None}),
+        ("[b:, c: d]", ["b:", {"c": "d"}]),
+        ("{1e3: b, 1.5: c}", {"1000": "b", "1.5": "c"}),
+        ("{<<: {b: 1, c: 2}, b: 3}", {"b": 3, "c": 2}),
+        ("{<<: [{b: 1}, {b: 2, c: 3}]}", {"b": 1, "c": 3}),
+        ("{<<: {b: 1}, <<: {b: 2}}", {"b": 2}),
+        ("{<<: {<<: {b: 1}, b: 2}}", {"b": 2}),
+    ],
+)
+def test_what_other_readers_of_yaml_read_otherwise_is_read_as_kubectl_reads_it(
+    text: str, value: object
+) -> None:
+    assert value_of(text) == value
+
+
+def test_a_key_that_a_merge_after_it_replaces_is_given_twice() -> None:
+    """In YAML a key's own value would count; with kubectl the later one does."""
+    manifest = read("kind: InferenceEndpointConfig\na: &a {b: 1}\nc:\n  b: 2\n  <<: *a\n")
+    assert manifest.documents[0].resource["c"] == {"b": 1}
+    ((rule, message, position),) = [(f.rule, f.message, f.position) for f in manifest.findings]
+    assert (rule, position) == ("IEC002", Position("x.yaml", 5, 3))
+    assert message.startswith("'b' is given twice")
 
 
 def test_keys_are_text_as_in_json() -> None:
@@ -145,17 +187,32 @@ def test_all_keys_that_are_given_twice_are_told() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "column", "said"),
     [
-        ("spec:\n  a: [1,\n", 3, 1, "expected the node content, but found '<stream end>'"),
-        ("spec:\n\tworker: 1\n", 2, 1, "found character '\\t' that cannot start any token"),
+        ("spec:\n  a: [1,\n", 3, 1, "found '<stream end>'; the text ends before all is closed"),
+        ("spec:\n\tworker: 1\n", 2, 1, "cannot start any token; it is a tab"),
+        ("spec:\n  a: 1\n   b: 2\n", 3, 5, "here; a ':' ends a key here: look for a wrong indentation"),
+        ("a:\n    b: 1\n  c: 2\n", 3, 3, "does not go on with the block that begins in line 1: look for"),
+        ("a:1\nb: 2\n", 2, 2, "a missing space after a ':' in the line before"),
+        ("a: {{ .Values.a }}\n", 1, 5, "a key must be a name; if {{ }} is a template's, render that first"),
+        ("a: 1\n...\nb: 2\n", 3, 1, "begin another document with ---"),
+        ("%YAML 1.2\n---\na: 1\n", 3, 1, "kubectl reads YAML 1.1 alone"),
         ("a: &x 1\nb: *y\n", 2, 4, "found undefined alias 'y'"),
         ("a: &x [*x]\n", 1, 4, "an anchor's value contains itself"),
         ("spec:\n  ? [a]\n  : 1\n", 2, 5, "a key must be a name"),
         ("a: 1\nb: \x00\n", 2, 4, "has the character U+0000, which YAML does not allow"),
         ("a: .inf\n", 1, 4, ".inf is not a number that JSON has"),
-        ("a: !!int x\n", 1, 4, "invalid literal for int()"),
+        ("a: !!int x\n", 1, 4, "'x' is not what its tag says, int"),
+        ("a: !!int ''\n", 1, 4, "'' is not what its tag says, int"),
+        ("a: !!float '-'\n", 1, 4, "'-' is not what its tag says, float"),
+        ("a: !!bool 1\n", 1, 4, "'1' is not what its tag says, bool"),
+        ("a: !!null b\n", 1, 4, "'b' is not what its tag says, null"),
+        ("a: !!binary '!'\n", 1, 4, "Only base64 data is allowed"),
+        ('a: "\\U00110000"\n', 1, 5, "found an escape of a character that there is not"),
+        ('a: "\\UFFFFFFFF"\n', 1, 5, "found an escape of a character that there is not"),
+        ("a: {18446744073709551615: 1}\n", 1, 5, "a key must be a name"),
+        ("a: 1\n--- {b: 1}\n", 2, 1, "--- must stand alone on its line"),
         ("a: !mine {b: 1}\n", 1, 4, "the tag !mine is not known"),
         ("a: !mine b\n", 1, 4, "could not determine a constructor for the tag '!mine'"),
-        ("<<: 1\n", 1, 5, "expected a mapping or list of mappings for merging"),
+        ("<<: 1\n", 1, 5, "expected an object, or a list of objects, to merge"),
         ("[" * 5000, 1, 1, "is nested too deeply"),
         ('{"kind": "InferenceEndpointConfig"} {}', 1, 37, "expected '<document start>'"),
     ],

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.api.annotations import known_annotations
+from tandem.api.annotations import known_annotations, parse_annotations
 from tandem.api.crd import schema_problems, spec_and_status
 from tandem.api.crd.schemas import fields
 from tandem.api.validation import RULES, read_manifest
@@ -130,10 +130,34 @@ def _at(value: Any, location: tuple[str | int, ...]) -> Any:
     return value
 
 
+PIECES = [
+    *(f"!!{tag} " for tag in ("int", "float", "bool", "null", "binary", "timestamp", "str", "merge", "set")),
+    *(
+        '"\\U00110000"',
+        '"\\UFFFFFFFF"',
+        '"\\ud800"',
+        '"\\x4"',
+        "''",
+        '"-"',
+        "_",
+        "0x",
+        ".",
+        "1e999",
+        "\ud800",
+    ),
+    *("a: ", "- ", "[", "]", "{", "}", ", ", "\n", "\t", "&a ", "*a", "<<: ", "? ", "| ", "%TAG ! a\n--- "),
+]
+
+
 @quick
-@given(st.text(alphabet="abkind:-{}[]&*!#'\"\n\t ,<?|>~0.1\\\u00e9", max_size=80))
+@given(
+    st.text(alphabet="abkind:-{}[]&*!#'\"\n\t ,<?|>~0.1\\\u00e9", max_size=80)
+    | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+)
 def test_any_text_can_be_read(text: str) -> None:
+    """In a file and in an annotation."""
     manifest = read_manifest(text, "x")
+    parse_annotations({"tandem.dev/decode-env": text})
     for finding in manifest.findings:
         assert finding.rule in ("IEC001", "IEC002", "IEC004")
         assert finding.position is not None

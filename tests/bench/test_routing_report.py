@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,28 +38,6 @@ def in_real_time(*runs: dict[str, Any]) -> dict[str, Any]:
 
 def verdicts(report: ModuleType, **results: Any) -> dict[str, bool]:
     return {goal.what: goal.met for goal in report.goals(results)}
-
-
-def test_a_row_has_the_median_and_the_spread_of_its_runs(report: ModuleType) -> None:
-    runs = [a_run("smg", 0.2, 0.8), a_run("smg", 0.1, 0.5), a_run("smg", 0.12, 0.6), a_run("tandem", 0.3, 1)]
-    smg, tandem = report.medians(runs, ("router",))
-    assert (smg["hit_rate"], smg["hit_rate_low"], smg["hit_rate_high"], smg["runs"]) == (0.12, 0.1, 0.2, 3)
-    assert (tandem["router"], tandem["ttft_p99"], tandem["runs"]) == ("tandem", 1, 1)
-
-
-def test_a_table_replaces_what_stands_between_its_markers(report: ModuleType, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\nkept\n<!-- /y -->\n")
-    report.insert(page, "x", "new")
-    assert page.read_text() == "a\n<!-- x -->\nnew\n<!-- /x -->\nb\n<!-- y -->\nkept\n<!-- /y -->\n"
-
-
-def test_a_page_without_the_markers_is_left_alone(report: ModuleType, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- x -->\nno end\n")
-    with pytest.raises(ValueError, match="has no <!-- x --> … <!-- /x -->"):
-        report.insert(page, "x", "new")
-    assert page.read_text() == "<!-- x -->\nno end\n"
 
 
 def test_routers_are_shown_in_their_order_below_the_bound(report: ModuleType) -> None:
@@ -141,15 +118,3 @@ def test_the_picture_has_a_point_for_each_router_and_speed(plot: ModuleType) -> 
     texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "12 × the trace's speed" in texts
     assert "1  tandem kvaware" in texts
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"),
-    [
-        (0.95, [0, 0.2, 0.4, 0.6, 0.8]),
-        (28.0, [0, 5, 10, 15, 20, 25]),
-        (1700.0, [0, 200, 400, 600, 800, 1000, 1200, 1400, 1600]),
-    ],
-)
-def test_an_axis_has_round_numbers(plot: ModuleType, most: float, expected: list[float]) -> None:
-    assert plot.ticks(most) == expected

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,22 +14,13 @@ from tandem.http import Client, Origin
 from tandem.prompt import load
 from tandem.sim import CostProfile, EngineSpec, Fleet, parse, virtual
 
-ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing"
+from .scripts import BENCHMARKS, scripts
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """Of benchmarks/routing, which is no package."""
-    names = ("traces", "replay")
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(ROUTING))
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(str(ROUTING))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
+    with scripts("routing", "traces", "replay") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +51,7 @@ def engine(model: Path) -> EngineSpec:
 
 
 def entries(first: int, end: int) -> list[dict[str, Any]]:
-    lines = (ROUTING / "data" / "mooncake_conversation_2000.jsonl").read_text().splitlines()
+    lines = (BENCHMARKS / "routing" / "data" / "mooncake_conversation_2000.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines[first:end]]
 
 

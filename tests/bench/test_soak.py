@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tandem.local.record import EndpointState, ProcessState
 
 from .scripts import script
 
@@ -30,7 +34,7 @@ def clients(promises: ModuleType) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[ModuleType]:
-    with script("soak/machine.py", "soak_machine") as module:
+    with script("soak/machine.py", "machine") as module:
         yield module
 
 
@@ -50,6 +54,28 @@ def test_a_process_that_its_engine_does_not_miss_is_not_killed(machine: ModuleTy
     finally:
         for process in started:
             process.communicate(b"\n")
+
+
+def test_a_process_of_the_endpoint_is_the_one_that_tandem_up_has_written_down(
+    machine: ModuleType, promises: ModuleType, tmp_path: Path
+) -> None:
+    """The tests' own process stands for it; it has a child."""
+    state = EndpointState(name="e", url="http://127.0.0.1:8000", port=8000, pid=1, pid_started=None)
+    for name, role, port in (("decode-0", "decode", 8100), ("router", "router", 8000)):
+        process = {"name": name, "role": role, "url": f"http://127.0.0.1:{port}", "port": port}
+        state.processes.append(ProcessState.model_validate(process))
+    state.save(tmp_path)
+    with script("soak/endpoint.py", "soak_endpoint") as module:
+        endpoint = module.Endpoint(1, state.url, tmp_path, None)
+    assert endpoint.roles == {"decode-0": "decode", "router": "router"}
+    assert endpoint.urls == {"decode-0": "http://127.0.0.1:8100"}
+    assert endpoint.pids("decode-0") == set(), "it is about to be started again"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state.processes[0].pid = os.getpid()
+        state.save(tmp_path)
+        assert endpoint.pids("decode-0") >= {os.getpid(), child.pid}
+        assert endpoint.pids("router") == set()
+        child.communicate(b"\n")
 
 
 def verdict(promises: ModuleType, end: str, *struck: str, is_long: bool = False) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -104,6 +106,81 @@ def test_flags_without_effect_are_told_when_it_starts(
         "--ramp-up: no effect where no role has a second engine",
         "--kv-events: no effect without --routing-strategy kvaware",
     ]
+
+
+S3 = str(Path(__file__).parents[1] / "operator/manifests/dpd-s3.yaml")
+PRINTING = [
+    ["crd"],
+    ["render", "-f", S3],
+    ["render", "-f", S3, "--json"],
+    ["validate", "-f", S3],
+    ["validate", "-f", S3, "--json"],
+]
+printing = pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+
+
+@printing
+def test_a_result_that_cannot_be_written_is_told(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(words) == 3
+    assert "tandem: cannot write the result: No space left on device" in capsys.readouterr().err.splitlines()
+
+
+@printing
+def test_whoever_reads_a_result_may_leave(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(words) == 1
+    assert "cannot write" not in capsys.readouterr().err
+
+
+@printing
+def test_where_stderr_is_closed_or_full_the_result_is_the_same(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def result() -> tuple[int, str]:
+        return main(words), capsys.readouterr().out
+
+    usual = result()
+    assert (usual[0], bool(usual[1])) == (0, True)
+    for name in ("stderr", "stdin"):
+        monkeypatch.setattr(sys, name, None)  # what Python has where it was closed
+    assert result() == usual
+    for opened in (sys.stderr, sys.stdin):
+        opened.close()
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert result() == usual
+
+
+def test_a_result_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    """Clusters read nothing else."""
+    manifest = tmp_path / "endpoint.yaml"
+    manifest.write_text(
+        Path(S3).read_text("utf-8").replace('"--model"', '"--title", "é", "--model"'), "utf-8"
+    )
+    command = (sys.executable, "-m", "tandem", "render", "-f", str(manifest))
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
+    assert "é" in done.stdout.decode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code"),
+    [("> /dev/full", 3), ("| true; exit ${PIPESTATUS[0]}", 1), ("2> /dev/full", 0), (">&- 2>&- <&-", 0)],
+)
+def test_a_process_ends_with_the_code_that_it_means(redirected: str, code: int) -> None:
+    """Python would write once more what is left as it ends, and fail."""
+    line = f"{sys.executable} -m tandem crd {redirected}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
 
 
 async def router(*arguments: str) -> asyncio.subprocess.Process:

@@ -122,6 +122,16 @@ def test_one_that_does_not_come_up_is_told_with_its_cause_and_code(tmp_path: Pat
     assert nothing_is_left([])
 
 
+def test_a_port_that_is_taken_meanwhile_is_this_machines_affair(tmp_path: Path, port: int) -> None:
+    taken = "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:1')"
+    waits = f'echo "{taken}" >&2; while true; do sleep 1; done'
+    tandem = simulated(tmp_path, port, before=f'case "$*" in *kv_producer*) {waits};; esac')
+    done = tandem("up")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "tandem: prefill-0 cannot listen on port 1: it was taken meanwhile " in done.stderr
+    assert nothing_is_left([])
+
+
 def test_as_json_the_result_is_one_document(tmp_path: Path, port: int) -> None:
     tandem = simulated(tmp_path, port)
     done = tandem("up", "--detach", "--json")

@@ -180,6 +180,34 @@ def test_one_that_has_ended_says_why(tandem_command: Tandem) -> None:
     assert (done.code, done.err.startswith("tandem: No endpoint runs on this machine. ")) == (3, True)
 
 
+def test_one_that_ended_long_ago_is_shown_to_who_asks_for_it(tandem_command: Tandem) -> None:
+    day = 86_400
+    for name, port, state, days, log_days in (
+        ("yesterday", 8000, "ended", 0.9, 5.0),
+        ("earlier", 8001, "ended", 1.1, 5.0),
+        ("killed", 8002, "running", 5.0, 0.9),  # its engines wrote a last line
+        ("killed-earlier", 8003, "running", 5.0, 1.1),
+    ):
+        folder, _ = written(name, port, state=state, since=time.time() - 5 * day)
+        (folder / "decode-0.log").touch()
+        for file, ago in (("state.json", days), ("decode-0.log", log_days)):
+            os.utime(folder / file, times=(time.time() - ago * day,) * 2)
+
+    def shown(*words: object) -> set[str]:
+        return {each["name"] for each in json.loads(tandem_command("status", "--json", *words).out)}
+
+    assert shown() == {"yesterday", "killed"}
+    assert shown("earlier") == {"earlier"}
+    assert shown("--port", 8003) == {"killed-earlier"}
+
+
+def test_one_that_runs_is_shown_however_long_it_has_been_silent(tandem_command: Tandem) -> None:
+    with up(since=0.0) as (folder, _):
+        os.utime(folder / "state.json", times=(0, 0))
+        os.utime(folder / "lock", times=(0, 0))
+        assert tandem_command("status").out.startswith("small at ")
+
+
 def test_one_whose_up_was_killed_is_still_stopping(tandem_command: Tandem) -> None:
     with up(pid_started=1):
         done = tandem_command("status")

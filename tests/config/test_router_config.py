@@ -93,12 +93,52 @@ def discovered(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def identity(draw: st.DrawFn) -> dict[str, Any]:
+    key = draw(st.none() | TEXT)
+    return {
+        "api_keys_file": draw(st.none() | TEXT),
+        "engine_key_file": key,
+        "engine_authorization": draw(st.sampled_from([None, "drop", *([] if key else ["pass"])])),
+    }
+
+
+@st.composite
 def counting(draw: st.DrawFn) -> dict[str, Any]:
     """Files that are here, or that are fetched."""
     if draw(st.booleans()):
         return {"model_path": draw(st.none() | TEXT), "tokenizer": draw(st.none() | TEXT)}
     cache = draw(st.none() | TEXT)
     return {"model_files_path": draw(st.sampled_from(["/", "/tandem/model/"])), "model_files_cache": cache}
+
+
+@st.composite
+def clients(draw: st.DrawFn) -> dict[str, Any]:
+    """How clients are served."""
+    tls: dict[str, Any] = {}
+    if draw(st.booleans()):
+        names = st.sampled_from(["/etc/tls/tls.crt", "-x", "a b"])
+        tls = {
+            "tls_certificate": draw(names),
+            "tls_key": draw(names),
+            "tls_client_ca": draw(st.none() | names),
+        }
+    origins = st.lists(st.sampled_from(["https://app.example", "http://[::1]:3000"]), max_size=2)
+    return {
+        **tls,
+        "max_connections": draw(st.integers(1, 1_000_000)),
+        "max_head_bytes": draw(st.integers(1024, 2**24)),
+        "max_body_bytes": draw(st.integers(1, 2**30)),
+        "head_timeout": draw(seconds(0.1, 3600)),
+        "body_timeout": draw(seconds(0.1, 3600)),
+        "body_rate": draw(seconds(0, 2**30)),
+        "keep_alive_timeout": draw(seconds(0.1, 86_400)),
+        "write_timeout": draw(seconds(0.1, 86_400)),
+        "engine_keep_alive": draw(seconds(0, 3600)),
+        "heartbeat": draw(st.none() | seconds(0.1, 3600)),
+        "cors_origins": tuple(draw(origins | st.just(["*"]))),
+        "cors_methods": tuple(draw(st.lists(st.sampled_from(["GET", "POST"]), max_size=2))),
+        "cors_headers": tuple(draw(st.lists(st.sampled_from(["authorization", "x-a"]), max_size=2))),
+    }
 
 
 @st.composite
@@ -124,6 +164,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         ramp_up=draw(seconds(0, 3600)),
         counted_model=tuple(draw(st.lists(TEXT, max_size=2))),
         **draw(counting()),
+        **draw(identity()),
         admin_host=draw(LISTENING),
         admin_port=draw(st.none() | st.integers(0, 65535)),
         chat_template=draw(st.none() | TEXT),
@@ -150,6 +191,7 @@ def configurations(draw: st.DrawFn) -> RouterConfig:
         queue_timeout=draw(seconds(0, 60)),
         overflow_status_code=draw(st.integers(400, 599)),
         **draw(discovered() | lmcache(decoders)),
+        **draw(clients()),
         drain_delay=draw(seconds(0, 600)),
         drain_timeout=draw(seconds(0, 86_400)),
         explain=draw(st.booleans()),
@@ -265,10 +307,31 @@ def test_the_documented_command_line_is_read() -> None:
         ("--host 127.0.0.1:80", "'127.0.0.1:80' is no name or address of a host"),
         ("--admin-host http://localhost", "'http://localhost' is no name or address of a host"),
         ("--log-level loud", "'loud' is not one of debug"),
+        ("--engine-authorization keep", "'keep' is not one of pass, drop"),
         ("--invocation-path invocations", "'invocations' is not a plain path, as /invocations"),
         ("--invocation-path /a?b", "'/a?b' is not a plain path"),
         ("--invocation-path /%61", "'/%61' is not a plain path"),
         ("--default-chat-template-kwargs [1]", "'[1]' is not a JSON object"),
+        ("--max-connections 0", "0 is outside 1 … "),
+        ("--max-head-bytes 1023", "1023 is outside 1024 … "),
+        ("--max-body-bytes 0", "0 is outside 1 … "),
+        ("--max-body-bytes 1073741825", "1073741825 is outside 1 … "),
+        ("--head-timeout 0", "0 is outside 0.1 … 3600"),
+        ("--body-timeout 3601", "3601 is outside 0.1 … 3600"),
+        ("--body-rate -1", "-1 is outside 0 … "),
+        ("--keep-alive-timeout 0", "0 is outside 0.1 … 86400"),
+        ("--write-timeout inf", "inf is outside 0.1 … 86400"),
+        ("--engine-keep-alive -1", "-1 is outside 0 … 3600"),
+        ("--heartbeat 0", "0 is outside 0.1 … 3600"),
+        ("--cors-origins app.example", "'app.example' is no origin, as https://app.example"),
+        ("--cors-origins https://app.example/", "'https://app.example/' is no origin"),
+        ("--cors-origins null", "'null' is no origin"),
+        ("--cors-origins https://*.example", "'https://*.example' is no origin"),
+        (
+            "--cors-methods DELETE",
+            "'DELETE' is none of GET, HEAD and POST, which are all that a router takes",
+        ),
+        ("--cors-headers x:y", "'x:y' is not the name of a header"),
         ("--prefill https://p:1", "'https://p:1' is not an http:// URL"),
         ("--prefill p:1", "'p:1' is not an http:// URL"),
         ("--prefill http://p", "'http://p' needs a host and a port"),
@@ -287,6 +350,8 @@ TEXT_FLAGS = [
     "--host",
     "--admin-host",
     "--discover-file",
+    "--api-keys-file",
+    "--engine-key-file",
     "--served-model-name",
     "--model-path",
     "--tokenizer",
@@ -302,6 +367,12 @@ TEXT_FLAGS = [
     "--kv-events",
     "--session-header",
     "--session-field",
+    "--tls-certificate",
+    "--tls-key",
+    "--tls-client-ca",
+    "--cors-origins",
+    "--cors-methods",
+    "--cors-headers",
 ]
 
 
@@ -334,6 +405,13 @@ def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
             "--decode http://a:1 --host 0.0.0.0 --port 9 --admin-host 10.0.0.1 --admin-port 9",
             "--port and --admin-port: both are 9; give",
         ),
+        ("--decode http://a:1 --tls-key k", "--tls-key: needs --tls-certificate, which is not given"),
+        ("--decode http://a:1 --tls-certificate c", "--tls-certificate: needs --tls-key, which is not given"),
+        ("--decode http://a:1 --tls-client-ca c", "--tls-client-ca: needs --tls-certificate and --tls-key"),
+        (
+            "--decode http://a:1 --cors-origins * https://a",
+            "--cors-origins: \\* is all of them; give it alone",
+        ),
         ("--decode http://a:1 http://a:1/", "--decode: http://a:1 is given twice"),
         ("--decode http://a:1 --prefill http://p:1 http://p:1", "--prefill: http://p:1 is given twice"),
         ("--decode http://a:1 --connector lmcache", "--connector lmcache: needs --lmcache-buffer-chunks"),
@@ -360,6 +438,10 @@ def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
             "--decode http://a:1 http://a:2 --connector lmcache --lmcache-buffer-chunks 9 "
             "--lmcache-receivers b:1:2",
             "1 are given for 2 decode engines",
+        ),
+        (
+            "--decode http://a:1 --engine-authorization pass --engine-key-file key",
+            "--engine-authorization pass: excludes --engine-key-file",
         ),
     ],
 )
@@ -388,6 +470,20 @@ def test_decode_engines_that_are_discovered_have_their_receivers_where_one_says_
         read(f"{flags} {receivers}".split())
     config = read(f"{flags} --lmcache-receivers 7300:7400".split())
     assert config.receiver("http://new:1") == ("new", ReceiverPorts(None, (7300,), (7400,)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [
+        ("", True),
+        ("--api-keys-file f", False),
+        ("--engine-key-file f", False),
+        ("--engine-authorization drop", False),
+        ("--engine-authorization pass --api-keys-file f", True),
+    ],
+)
+def test_engines_get_a_clients_key_unless_it_is_the_routers(flags: str, passes: bool) -> None:
+    assert read(["--decode", "http://a:1", *flags.split()]).passes_authorization is passes
 
 
 def test_an_ipv6_engine_keeps_its_brackets() -> None:
@@ -567,6 +663,8 @@ LIMIT = "--max-concurrent-requests 9"
         ("--overflow-status-code 503", PAIR, LIMIT),
         ("--queue-timeout 9", f"{PAIR} --max-queue-size 9", LIMIT),
         ("--queue-timeout 9", f"{PAIR} {LIMIT}", "--max-queue-size 9"),
+        ("--cors-methods POST", PAIR, "--cors-origins *"),
+        ("--cors-headers x-a", PAIR, "--cors-origins *"),
         ("--lmcache-receivers 1:2", PAIR, LMCACHE),
         ("--lmcache-notify 127.0.0.1:1", PAIR, LMCACHE),
         ("--lmcache-chunk-size 9", PAIR, LMCACHE),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tandem.api import parse_endpoint
+from tandem.api.annotations import Extensions, parse_annotations
 from tandem.cli import parse
 from tandem.config import RouterConfig, flags_tables, router_config
 from tandem.engine import (
@@ -31,6 +32,7 @@ from tandem.router.discovery.engine_list import BadList, read_engines
 from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
+from tandem.router.keys import ApiKey, KeyFile, Limits, keys_of, read_keys
 from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
 from tandem.router.metrics import Metrics
@@ -72,6 +74,8 @@ def test_every_command_is_one_that_exists(words: list[str]) -> None:
         case ["kubectl", *_]:
             # Run as written, on a real cluster, in tests/cluster/test_guide.py.
             assert shlex.join(words) in map(shlex.join, commands("kubernetes.md"))
+        case ["curl" | "openssl", *_] if shlex.join(words) in map(shlex.join, commands("clients.md")):
+            pass  # run as written in tests/docs/test_clients.py
         case ["curl", address, *_]:
             # Sent for real, to real engines, in tests/engines.
             # `/admin/route` is what tests/router/test_admin_route.py asks.
@@ -86,7 +90,7 @@ def test_every_command_is_one_that_exists(words: list[str]) -> None:
             pytest.fail(f"no test knows how to try {shlex.join(words)}")
 
 
-MANIFESTS = [(page, text) for page, text in blocks("yaml") if page != "discovery.md"]
+MANIFESTS = [(page, text) for page, text in blocks("yaml") if page not in ("discovery.md", "keys.md")]
 
 
 @pytest.mark.parametrize(("page", "text"), MANIFESTS)
@@ -127,12 +131,30 @@ def test_the_service_is_one_that_the_flags_name() -> None:
     assert f"both=_{port['name']}._tcp.{name}.{namespace}.svc.cluster.local\n" in "".join(of_discovery("sh"))
 
 
+def test_the_file_of_keys_is_one(tmp_path: Path) -> None:
+    (_, text), (_, resource) = blocks("yaml", "keys.md")
+    annotations = yaml.safe_load(resource)["metadata"]["annotations"]
+    assert parse_annotations(annotations) == (Extensions(api_keys_secret="keys-of-chat"), [])
+    (tmp_path / "keys.yaml").write_text(text)
+    first, second = keys_of(str(tmp_path / "keys.yaml"))
+    assert first.limits == Limits(5.0, 20, 200_000, 16)
+    assert first.models == {"my-model", "my-adapter"}
+    assert second == ApiKey("team-b", second.digest)
+
+
+def test_the_mistake_in_keys_that_is_shown_is_told_in_these_words(tmp_path: Path) -> None:
+    told = re.search(r"as in `(line 4: .*?)`", (ROOT / "docs" / "keys.md").read_text())
+    assert told is not None
+    with pytest.raises(BadList, match=re.escape(told[1])):
+        read_keys(b"keys:\n- name: a\n  sha256: 0\n  cache_salt: x")
+
+
 def test_the_router_flags_are_all_described() -> None:
     assert flags_tables() in (ROOT / "docs" / "configuration.md").read_text()
 
 
 @pytest.fixture
-async def metrics() -> AsyncIterator[Metrics]:
+async def metrics(tmp_path: Path) -> AsyncIterator[Metrics]:
     """All that a router can have."""
     config, client, fleet = RouterConfig(decode=("http://127.0.0.1:1",)), Client(), Fleet()
     handovers = Handovers(
@@ -140,12 +162,14 @@ async def metrics() -> AsyncIterator[Metrics]:
     )
     index = KvIndex()
     knowledge = Knowledge(fleet, index, KvAware(KvPrefixes(index)))
-    yield Metrics(fleet, Gate(config, fleet), Budgets(), Line(1), handovers, knowledge)
+    (tmp_path / "keys.yaml").write_text("keys: []")
+    keys = KeyFile(str(tmp_path / "keys.yaml"))
+    yield Metrics(fleet, Gate(config, fleet), Budgets(), Line(1), handovers, knowledge, keys=keys)
     knowledge.close()
 
 
 async def test_the_metrics_are_all_described(metrics: Metrics) -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("configuration.md", "keys.md"))
     described = set(re.findall(r"^\| `(tandem_\w+)`", text, re.MULTILINE))
     exported = set()
     for family in metrics.registry.collect():

@@ -49,6 +49,7 @@ SAMPLES: dict[str, Any] = {
     "spec.worker.probes.startupProbe": _PROBE,
     "spec.worker.resources": {"limits": {"nvidia.com/gpu": 4, "memory": "9Gi"}},
     f"{PREFIX}connector": "lmcache",
+    f"{PREFIX}api-keys-secret": "keys-of-chat",
     f"{PREFIX}managed": "false",
     f"{PREFIX}paused": "true",
     f"{PREFIX}v1-fields": '{"fields":{}}',

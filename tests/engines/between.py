@@ -19,6 +19,7 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.bench.scrape import ROUTER_IN_HAND
 from tandem.config import RouterConfig
 from tandem.http import Client, HTTPClientError, Origin, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter
@@ -34,16 +35,6 @@ PATIENCE_SECONDS = 60.0
 _OF_REQUESTS: tuple[Kind, ...] = ("prefill", "decode", "alone", "count")
 _SILENCE_SECONDS = 600.0
 _BODY_BYTES = 64 << 20
-_GAUGES = (
-    "tandem_requests_in_flight",
-    "tandem_tokens_in_flight",
-    "tandem_pending_prompt_tokens",
-    "tandem_reserved",
-    "tandem_requests_running",
-    "tandem_requests_waiting",
-    "tandem_handoffs_cleaning_up",
-)
-"""What a router without work has at 0."""
 
 
 @dataclass(eq=False)
@@ -53,6 +44,8 @@ class Leg:
     kind: Kind
     params: dict[str, Any] | None
     """The kv_transfer_params that it came with."""
+    router: object = None
+    """The router's end of its connection."""
     answered: bool = False
     """Whether the engine's answer has begun."""
 
@@ -111,6 +104,7 @@ class Between:
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         leg = _leg(request)
+        leg.router = responder._transport.get_extra_info("peername")
         self.legs.append(leg)
         self.open.append(leg)
         try:
@@ -265,7 +259,7 @@ class Endpoint:
         left = [
             f"{name}{told} is {value:g}"
             for name, told, value in await self._samples()
-            if name in _GAUGES and value
+            if name in ROUTER_IN_HAND and value
         ]
         legs = ((each, leg) for each in self.between for leg in each.open if leg.kind in _OF_REQUESTS)
         left += [f"{each.engine}: {leg.kind} leg" for each, leg in legs]
@@ -289,6 +283,13 @@ class Endpoint:
         """Wait until a canary has gone through every engine and every pair."""
         fleet = self.app.fleet
         await until(lambda: len(fleet.engines) == len(self.between) and not fleet.unproved)
+
+    def lose_patience(self, leg: Leg) -> None:
+        """Have the router's time-out for a leg pass now."""
+        for connection in self.app._flow._decoding._legs._client._pool._open:
+            transport = connection._transport
+            if transport is not None and transport.get_extra_info("sockname") == leg.router:
+                connection.watchdog.set(0)
 
     def params_used(self) -> Counter[tuple[str, str]]:
         """How often each hand-off's parameters reached a decoder: (engine id, request id)."""

@@ -82,11 +82,11 @@ def start_up(state: Path, *arguments: str) -> Up:
     up = Up(process, f"http://127.0.0.1:{port}", state, plan)
     try:
         wait_ready(up)
+        (file,) = state.glob(f"**/{port}/state.json")
+        urls = {process["name"]: process["url"] for process in json.loads(file.read_text())["processes"]}
     except BaseException:
         stop_up(up)
         raise
-    (file,) = state.glob(f"**/{port}/state.json")
-    urls = {process["name"]: process["url"] for process in json.loads(file.read_text())["processes"]}
     for engine in plan["engines"]:
         engine["url"] = urls[engine["name"]]  # another endpoint may have taken the port that was planned
     for role in ("prefill", "decode"):

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.bench.scrape import ENGINE_IN_HAND, read_sums
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulator.md"
 
 Json = Any
@@ -268,12 +270,7 @@ def unexpected(differing: dict[str, Json], covered: set[tuple[str, str]]) -> dic
 
 def busy(text: str) -> dict[str, float]:
     """The gauges that an engine without work has at 0, as far as they are not."""
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    return {
-        family.name: family.samples[0].value
-        for family in text_string_to_metric_families(text)
-        if family.name in names and family.samples[0].value
-    }
+    return {name: value for name, value in read_sums(text, ENGINE_IN_HAND).items() if value}
 
 
 # The page

@@ -69,13 +69,15 @@ def test_nothing_is_left_however_the_endpoint_ends(
 ) -> None:
     shared = unused_shared_memory()
     up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
-    processes = group_of(up)
-    assert len(processes) >= 5  # tandem, the router, and two processes an engine
-    sockets = sockets_of(up)
-    assert len(sockets) == 4, "events and their replay, of two engines"
-    assert all(path.is_socket() for path in sockets)
-    assert sockets[0].parent.stat().st_mode & 0o777 == 0o700
-    code = stop_up(up, ending)
+    try:
+        processes = group_of(up)
+        assert len(processes) >= 5  # tandem, the router, and two processes an engine
+        sockets = sockets_of(up)
+        assert len(sockets) == 4, "events and their replay, of two engines"
+        assert all(path.is_socket() for path in sockets)
+        assert sockets[0].parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        code = stop_up(up, ending)
     assert code == (-9 if ending is signal.SIGKILL else 0)
     deadline = time.monotonic() + 30
     while (left := what_is_left(processes, sockets)) and time.monotonic() < deadline:
@@ -88,13 +90,39 @@ def test_nothing_is_left_however_the_endpoint_ends(
     assert unused_shared_memory() <= shared
 
 
+def test_a_port_for_nixl_that_is_taken_meanwhile_ends_the_start(tiny: Path, tmp_path: Path) -> None:
+    """vLLM waits for ever then; what is known of that is what it says."""
+
+    def pid() -> int | None:
+        """Of the decoder, once it has begun."""
+        endpoints = json.loads(tandem(tmp_path, "status", "--json").stdout)
+        return next((p["pid"] for e in endpoints for p in e["processes"] if p["name"] == "decode-0"), None)
+
+    command = [sys.executable, "-m", "tandem", "up", "--port", str(free_port())]
+    command += ["-f", str(manifest(tmp_path, tiny, prefill=1, decode=1))]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    up = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(pid)
+        settings = Path(f"/proc/{pid()}/environ").read_text().split("\0")
+        (port,) = (int(s.partition("=")[2]) for s in settings if s.startswith("VLLM_NIXL_SIDE_CHANNEL_PORT="))
+        with socket.create_server(("127.0.0.1", port)):
+            said = up.communicate(timeout=START_SECONDS)[1]
+    finally:
+        up.terminate()
+        up.wait(60)
+    assert f"decode-0 cannot listen on port {port}: it was taken meanwhile " in said
+    assert f"(process {os.getpid()}: " in said
+    assert up.returncode == 3
+
+
 @pytest.mark.timeout(4 * START_SECONDS)  # it starts, and then each process once more
 async def test_each_process_that_is_killed_comes_back_and_long_prompts_disaggregate_again(
     tiny: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     shared = unused_shared_memory()
-    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     counter = load(tiny)
+    up = start_up(tmp_path, "-f", str(manifest(tmp_path, tiny, prefill=1, decode=1)))
     try:
         await disaggregates(up, client, counter)
         identities = {await nixl_identity(up.prefill[0], client)}

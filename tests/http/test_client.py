@@ -2,11 +2,8 @@
 
 import asyncio
 import socket
-from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tandem.http import (
     BodyTooLarge,
@@ -17,12 +14,11 @@ from tandem.http import (
     IdleTimeout,
     InvalidHeader,
     Origin,
-    ProtocolError,
-    Response,
     UpstreamClosed,
 )
 
 from .conftest import FakeOrigin, ServerPeer, StartOrigin, until
+from .messages import BROKEN, LIMITS
 
 OK = b"HTTP/1.1 200 OK\r\n"
 LIMIT = 1 << 20
@@ -153,36 +149,11 @@ async def test_head_has_no_body(client: Client, start_origin: StartOrigin) -> No
     assert await get(client, server, "HEAD") == (200, b"")
 
 
-BROKEN = {
-    "closed at once": (b"", UpstreamClosed),
-    "closed within the head": (OK + b"content-le", UpstreamClosed),
-    "closed after an interim answer": (b"HTTP/1.1 100 Continue\r\n\r\n", UpstreamClosed),
-    "closed within the body": (OK + b"content-length: 4\r\n\r\nabc", UpstreamClosed),
-    "closed between chunks": (CHUNKED + b"3\r\nabc\r\n", UpstreamClosed),
-    "closed before the last line": (CHUNKED + b"3\r\nabc\r\n0\r\n", UpstreamClosed),
-    "not HTTP": (b"SSH-2.0-x\r\n", ProtocolError),
-    "bare LF": (b"HTTP/1.1 200 OK\ncontent-length: 0\n\n", ProtocolError),
-    "two lengths": (OK + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", ProtocolError),
-    "length and chunked": (
-        OK + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        ProtocolError,
-    ),
-    "other coding": (OK + b"transfer-encoding: gzip\r\n\r\nabc", ProtocolError),
-    "bad chunk": (CHUNKED + b"x\r\nabc\r\n0\r\n\r\n", ProtocolError),
-    "switch": (b"HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n", ProtocolError),
-    "switch without a word": (b"HTTP/1.1 101 X\r\n\r\n", ProtocolError),
-    "large head": (OK + b"a: " + b"b" * 70_000 + b"\r\n\r\n", ProtocolError),
-    "endless head": (OK + b"a: " + b"b" * 70_000, ProtocolError),
-    "endless interim answers": (b"HTTP/1.1 100 Continue\r\n\r\n" * 4000, ProtocolError),
-    "endless chunk extension": (CHUNKED + b"1;" + b"x" * 70_000, ProtocolError),
-    "endless trailers": (CHUNKED + b"0\r\n" + b"a: b\r\n" * 12_000, ProtocolError),
-}
-
-
 @pytest.mark.parametrize(("answer", "error"), BROKEN.values(), ids=BROKEN.keys())
 async def test_broken_responses_say_what_and_where(
-    client: Client, start_origin: StartOrigin, answer: bytes, error: type[HTTPClientError]
+    start_origin: StartOrigin, answer: bytes, error: type[HTTPClientError]
 ) -> None:
+    client = Client(head_bytes=LIMITS.head_bytes)
     server = await start_origin(raw(answer, close=True))
     with pytest.raises(error) as caught:
         await get(client, server)
@@ -190,6 +161,7 @@ async def test_broken_responses_say_what_and_where(
     if isinstance(caught.value, UpstreamClosed):
         assert caught.value.before_first_byte == (answer == b"")
     assert server.connections == 1  # a fresh connection is not retried
+    await client.aclose()
 
 
 async def test_a_truncated_body_is_handed_over_before_the_error(
@@ -383,47 +355,3 @@ def test_origins(url: str, origin: Origin, authority: str) -> None:
 def test_not_origins(url: str) -> None:
     with pytest.raises(ValueError, match=r"http|port"):
         Origin.parse(url)
-
-
-class NoConnection:
-    """Carries nothing: feeds are the test's."""
-
-    class watchdog:
-        @staticmethod
-        def set(seconds: float) -> None: ...
-
-        @staticmethod
-        def clear() -> None: ...
-
-    def set_reading(self, wanted: bool) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.sampled_from(sorted([*BODIES, *UNKEPT, *BROKEN])),
-    st.lists(st.integers(0), max_size=8),
-)
-def test_splits_change_nothing(name: str, cuts: list[int]) -> None:
-    data = {**BODIES, **UNKEPT, **BROKEN}[name][0]
-
-    def outcome(edges: list[int]) -> tuple[object, ...]:
-        response = Response(
-            NoConnection(),
-            "o",
-            method="GET",
-            head_bytes=65536,
-            head_timeout=1,
-            idle_timeout=1,  # type: ignore[arg-type]
-        )
-        got: list[bytes] = []
-        response._sink = got.append
-        for start, end in pairwise(edges):
-            if end > start and response._error is None and not response.complete:
-                response.feed(data[start:end])
-        response.connection_closed(None)
-        return response.status, b"".join(got), response.complete, type(response._error)
-
-    whole = outcome([0, len(data)])
-    assert outcome([0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]) == whole

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.http import InvalidHeader, Request, Responder
 
-from .conftest import ClientPeer, Connect, StartServer
+from .conftest import ClientPeer, Connect, StartServer, until
 
 PLAIN = [(b"content-type", b"text/plain")]
 
@@ -218,6 +218,29 @@ async def test_too_many_connections(start: StartServer, connect: Connect) -> Non
     assert (await refused(third, b"")) == (503, "too many connections")
 
 
+async def test_a_flood_of_connections_is_closed_without_a_word_and_leaves_room_when_it_ends(
+    start: StartServer, connect: Connect
+) -> None:
+    server = await start(echo, connections=1)
+    first = await connect(server.port)
+    assert (await first.request("GET", "/")).status == 200
+    flood = [await connect(server.port) for _ in range(100)]
+
+    async def last_words(peer: ClientPeer) -> bytes:
+        try:
+            return await peer.rest()
+        except ConnectionResetError:
+            return b""
+
+    told = await asyncio.gather(*map(last_words, flood))
+    assert [b"too many connections" in words for words in told].count(True) == 64
+    assert [words for words in told if not words] == [b""] * 36
+    # Those that are still told do not keep others out.
+    first.close()
+    await until(lambda: server.connections <= 64)
+    assert (await (await connect(server.port)).request("GET", "/")).status == 200
+
+
 @pytest.mark.parametrize(
     ("sent", "answered"),
     [
@@ -230,14 +253,14 @@ async def test_too_many_connections(start: StartServer, connect: Connect) -> Non
 async def test_slow_requests_are_ended(
     start: StartServer, connect: Connect, sent: bytes, answered: bool
 ) -> None:
-    peer = await connect((await start(echo, header_timeout=0.05, body_timeout=0.05)).port)
+    peer = await connect((await start(echo, head_timeout=0.05, body_timeout=0.05)).port)
     await peer.send(sent)
     answer = await peer.rest()
     assert answer.startswith(b"HTTP/1.1 408 ") if answered else answer == b""
 
 
 async def test_dripping_a_head_does_not_earn_time(start: StartServer, connect: Connect) -> None:
-    peer = await connect((await start(echo, header_timeout=0.1)).port)
+    peer = await connect((await start(echo, head_timeout=0.1)).port)
 
     async def drip() -> None:
         await peer.send(b"GET / HTTP/1.1\r\n")
@@ -250,6 +273,39 @@ async def test_dripping_a_head_does_not_earn_time(start: StartServer, connect: C
     dripping.cancel()
     await asyncio.gather(dripping, return_exceptions=True)
     assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks", "extensions"])
+async def test_dripping_a_body_earns_only_the_time_that_its_bytes_are_worth(
+    start: StartServer, connect: Connect, framing: str
+) -> None:
+    peer = await connect((await start(echo, body_timeout=0.2, body_rate=1000.0)).port)
+    head = b"content-length: 900000" if framing == "length" else b"transfer-encoding: chunked"
+
+    async def drip() -> None:
+        await peer.send(b"POST / HTTP/1.1\r\nhost: a\r\n" + head + b"\r\n\r\n")
+        await peer.send(b"1;" if framing == "extensions" else b"")
+        while True:
+            await peer.send(b"1\r\na\r\n" if framing == "chunks" else b"a")
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    answer = await peer.rest()
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("rate", [0.0, 1000.0])
+async def test_a_body_that_comes_fast_enough_may_take_longer_than_one_pause(
+    start: StartServer, connect: Connect, rate: float
+) -> None:
+    peer = await connect((await start(echo, body_timeout=1.0, body_rate=rate)).port)
+    await peer.send(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 3000\r\n\r\n")
+    for _ in range(10):
+        await peer.send(b"a" * 300)
+        await asyncio.sleep(0.13)
+    assert (await peer.rest()).endswith(b"\r\n\r\n" + b"a" * 3000)
 
 
 async def test_idle_connections_are_closed(start: StartServer, connect: Connect) -> None:

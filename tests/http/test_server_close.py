@@ -93,7 +93,7 @@ async def test_a_connection_that_is_accepted_while_it_closes_does_not_hold_it_up
     async def forever(request: Request, responder: Responder) -> None:
         await asyncio.Event().wait()
 
-    server = await start(forever, header_timeout=600.0)
+    server = await start(forever, head_timeout=600.0)
     for turns in range(6):  # it is accepted in some turns of the loop, and closed in one of them
         deaf(server.port, data)
         for _ in range(turns):
@@ -134,7 +134,7 @@ async def test_one_that_begins_while_it_drains_does_not_hold_it_up(
         await released.wait()
         responder.send(200, [], b"ok")
 
-    server = await start(handler, header_timeout=600.0)
+    server = await start(handler, head_timeout=600.0)
     peer = await connect(server.port)
     await peer.send(GET)
     await asked.wait()

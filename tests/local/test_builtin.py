@@ -5,7 +5,7 @@ The converter is a fake that notes each of its runs; everything else is real.
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +16,9 @@ import pytest
 from tandem.local import builtin
 from tandem.local.errors import LocalError
 
-from .processes import eventually
+from .processes import eventually, gone
 
+CONVERT = Path(builtin.convert.__file__)
 # Arguments: a GGUF file and a folder. What it does is written in the GGUF file.
 CONVERTER = """
 import os, signal, sys, time
@@ -40,10 +41,11 @@ if order == "wait":
 (folder / "model.safetensors").write_text("weights")
 """
 RUN = """
-import sys
+import signal, sys
 from pathlib import Path
 from tandem.local import builtin
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 home = Path(sys.argv[1])
 builtin.convert.__file__ = str(home / "converter.py")
 builtin.find_gguf = lambda: home / "model.gguf"
@@ -126,13 +128,19 @@ def test_a_conversion_that_fails_says_why_and_leaves_nothing(home: Home, order: 
     assert builtin.is_whole(home.make())
 
 
-async def test_what_a_killed_run_left_is_cleared_away(home: Home) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+async def test_a_run_that_is_ended_ends_the_conversion_and_the_next_one_begins_anew(
+    home: Home, ending: signal.Signals
+) -> None:
+    (home.folder / "torch.py").write_text(CONVERTER)  # the real converter imports it, and it hangs
+    shutil.copy(CONVERT, home.converter)
     home.order("hang")
-    with home.start() as killed:
+    with home.start() as ended:
         await eventually(lambda: home.runs)
-        killed.kill()
-    await eventually(lambda: any(home.cache.glob(".smollm2*/config.json")))
-    os.kill(home.runs[0], signal.SIGKILL)
+        ended.send_signal(ending)
+    await eventually(lambda: gone(home.runs[0]))
+    assert not builtin.builtin_folder(home.cache).exists()
+    home.converter.write_text(CONVERTER)
     home.order("convert")
     folder = home.make()
     assert builtin.is_whole(folder)

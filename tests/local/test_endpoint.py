@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -66,6 +68,13 @@ socket.socket(socket.AF_UNIX).bind(sys.argv[1])
 """
     + ENGINE
 )
+# As vLLM does: a thread dies, and the rest waits for it.
+PORT_TAKEN = """
+import signal
+print("INFO [core.py:1] Initializing a V1 LLM engine", flush=True)
+print("zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:{port}')", flush=True)
+signal.pause()
+"""
 DIES = "import sys; sys.exit('ValueError: no room for the KV cache')"
 
 
@@ -256,6 +265,23 @@ async def test_an_engine_that_dies_while_starting_ends_it_with_the_cause(box: Bo
         f"Its log: {box.logs / 'decode-1.log'}"
     )
     assert len(box.pids) == 3
+    assert box.all_gone()
+    assert (box.state.state, box.state.cause) == ("ended", str(error.value))
+
+
+async def test_an_engine_whose_port_for_nixl_is_taken_ends_it_with_the_port_and_who_has_it(box: Box) -> None:
+    """It runs on, and would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(LocalError) as error:
+            async with box.running(ENGINE, PORT_TAKEN.format(port=port)):
+                pytest.fail("the block must not run")
+    assert re.fullmatch(
+        rf"decode-1 cannot listen on port {port}: it was taken meanwhile "
+        rf"\(process {os.getpid()}: .*\)\. Stop that, or start again: another port is chosen then\.\n"
+        rf"Its log: {box.logs}/decode-1\.log",
+        str(error.value),
+    )
     assert box.all_gone()
     assert (box.state.state, box.state.cause) == ("ended", str(error.value))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
 
 from tandem.local.errors import LocalError
+from tandem.local.proc import Use
 from tandem.local.process import Process, ProcessSpec
 from tandem.local.reaper import Reaper
 from tandem.local.record import ProcessState
@@ -18,11 +19,13 @@ from tandem.local.supervisor import Backoff, Member, Supervisor
 
 from .processes import eventually, gone
 
-# Dies when the file that its argument names is there, with the file's text.
+# Says what is in a file `says`; dies when the file that its argument names is there, with the file's text.
 ENGINE = """
 import sys, time
 from pathlib import Path
 print("INFO Initializing a V1 LLM engine", flush=True)
+if (says := Path(sys.argv[1]).with_name("says")).exists():
+    print(says.read_text(), flush=True)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
 sys.exit(Path(sys.argv[1]).read_text())
@@ -73,10 +76,11 @@ class Guard(Reaper):
 
 
 class World:
-    """One supervised engine."""
+    """One supervised engine, and more where a test wants them."""
 
     def __init__(self, folder: Path) -> None:
         self.die = folder / "die"
+        self.says = folder / "says"
         self.time = Time()
         self.guard = Guard()
         self.told: list[str] = []
@@ -85,26 +89,46 @@ class World:
         """What the engine answers; 0: nothing."""
         self.work = 0.0
         """CPU seconds that it uses in a second."""
-        state = ProcessState(name="decode-0", role="decode", url="http://127.0.0.1:1", port=1)
-        spec = ProcessSpec("decode-0", (sys.executable, "-c", ENGINE, str(self.die)))
-        self.member = Member(spec, folder / "decode-0.log", state, self.guard)
-        self.state = state
+        self.read: list[set[int]] = []
+        """The process groups whose use was read, each time."""
+        self.answers_after: dict[str, float] = {}
+        """By URL, seconds."""
+        self._folder = folder
+        self.members: list[Member] = []
+        self.member = self.more()
+        self.state = self.member.state
         self._task: asyncio.Task[None] | None = None
 
+    def more(self) -> Member:
+        """One more engine."""
+        number = len(self.members)
+        name = f"decode-{number}"
+        state = ProcessState(name=name, role="decode", url=f"http://127.0.0.1:{number}", port=1)
+        spec = ProcessSpec(name, (sys.executable, "-c", ENGINE, str(self.die)))
+        self.members.append(Member(spec, self._folder / f"{name}.log", state, self.guard))
+        return self.members[-1]
+
     async def start(self, hung_after: float = 300.0) -> None:
-        await self.member.start()
-        self.member.become("ready")
+        for member in self.members:
+            await member.start()
+            member.become("ready")
 
         async def health(url: str) -> int:
+            if (seconds := self.answers_after.get(url)) is not None:
+                await self.time.sleep(seconds)
             return self.status
 
+        def use_of(groups: Collection[int]) -> dict[int, Use]:
+            self.read.append(set(groups))
+            return {group: Use(cpu_seconds=self.time.now * self.work) for group in groups}
+
         supervisor = Supervisor(
-            [self.member],
+            self.members,
             tell=self.told.append,
             changed=lambda: self.saved.append(self.state.state),
             hung_after=hung_after,
             health=health,
-            cpu_seconds=lambda group: self.time.now * self.work,
+            use_of=use_of,
             clock=lambda: self.time.now,
             sleep=self.time.sleep,
         )
@@ -112,14 +136,15 @@ class World:
         await eventually(self.is_watched)
 
     def is_watched(self) -> bool:
-        """Whether who watches it, and who keeps logs small, both wait for time to pass."""
-        return self.time.sleeping == 2
+        """Whether all who watch one, and who keeps logs small, wait for time to pass."""
+        return self.time.sleeping == len(self.members) + 1
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.member.stop()
+        for member in self.members:
+            await member.stop()
 
     async def dies(self, why: str = "ValueError: no room") -> None:
         """Let it die, and be told of."""
@@ -233,6 +258,26 @@ async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(wo
     await world.comes_back()
 
 
+async def test_one_whose_port_for_nixl_is_taken_is_started_again_until_it_has_it(world: World) -> None:
+    await world.start()
+    world.status, world.work = 0, 0.5
+    await world.dies()
+    world.says.write_text("zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:1')")
+    await world.restarts(after=1)
+    await eventually(lambda: "already in use" in world.member.log.read_text())
+    await world.time.passes(1)
+    await eventually(lambda: len(world.told) == 2)
+    assert world.told[1].startswith(
+        "decode-0 cannot listen on port 1: it was taken meanwhile (another program); restart 2 in 2 s"
+    )
+    world.says.unlink()
+    await world.restarts(after=2)
+    world.status = 200
+    await world.comes_back()
+    await world.time.passes(100)
+    assert (len(world.told), world.state.state) == (3, "ready")
+
+
 @pytest.mark.parametrize(("status", "work"), [(0, 0.5), (200, 0.0), (503, 0.0)])
 async def test_one_that_works_or_answers_is_not_hung(world: World, status: int, work: float) -> None:
     """A prefill step may take minutes, in which an engine answers nothing."""
@@ -275,6 +320,15 @@ async def test_a_slow_start_is_no_hanging_while_anything_moves(world: World) -> 
     await world.time.passes(101)
     await eventually(lambda: len(world.told) == 2)
     assert "was hung" in world.told[1]
+
+
+async def test_all_are_looked_at_together_however_long_each_takes_to_answer(world: World) -> None:
+    """To know what one has used, all processes of the machine are read of."""
+    for seconds in (0.7, 1.3):
+        world.answers_after[world.more().state.url] = seconds
+    await world.start()
+    await world.time.passes(50)
+    assert world.read == [{member.process.pid for member in world.members}] * (1 + 10)
 
 
 async def test_a_full_log_is_put_aside(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "colocated-routing",
         {"spec.intelligentRoutingSpec.routingStrategy": "kvaware", "spec.invocationEndpoint": "/completions"},
     ),
+    "API keys": ("dpd-nixl", {"metadata.annotations": {"tandem.dev/api-keys-secret": "keys-of-chat"}}),
     "without a router": ("colocated-routing", {"spec.intelligentRoutingSpec": ...}),
     "without metrics": ("dpd-s3", {"spec.metrics": {"enabled": False}}),
     "prefetched from s3": ("dpd-s3", {"spec.modelSourceConfig.prefetchEnabled": True}),

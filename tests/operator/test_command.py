@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -70,9 +71,57 @@ def test_images_and_namespaces_are_settings(run: Run, tmp_path: Path) -> None:
     assert {"r:1", "p:1", "c:1"} < images
 
 
-def test_a_manifests_own_namespace_counts(run: Run) -> None:
-    _, out, _ = run("-f", S3, "-n", "team-z")
+def test_a_manifests_own_namespace_counts_and_that_is_told(run: Run) -> None:
+    _, out, err = run("-f", S3, "-n", "team-z")
     assert "namespace: team-z" not in out
+    assert err == "tandem: --namespace team-z: not used, as the manifest says namespace: team-a\n"
+    assert run("-f", S3, "-n", "team-a")[2] == ""
+
+
+def test_the_manifest_may_come_by_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = S3.read_text("utf-8")
+    for given, code, told in (
+        (text, 0, ""),
+        (text.replace("routingThreshold", "routingTreshold"), 2, "tandem: <stdin>:"),
+        ("\xff", 2, "tandem: standard input: is not UTF-8 text"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode("latin-1"))))
+        done, out, err = run("-f", "-")
+        assert (done, bool(out)) == (code, code == 0)
+        assert err.startswith(told)
+        assert code or out.startswith("# Endpoint team-a/pd-s3, rendered from <stdin>\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--namespace", "Team Z"),
+        ("--system-namespace", "x_y"),
+        ("--router-image", ""),
+        ("--proxy-image", "nginx 1"),
+        ("--collector-image", "https://otel/collector"),
+        ("--region", "US East"),
+        ("--remote-write-url", "prometheus:9090"),
+    ],
+)
+def test_a_setting_that_could_not_be_applied_is_refused(
+    capsys: pytest.CaptureFixture[str], run: Run, flag: str, value: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("-f", S3, flag, value)
+    assert end.value.code == 2
+    assert f"{flag}: {value!r} is no " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--namespace", "--system-namespace"])
+def test_a_namespace_that_cannot_be_is_refused(
+    run: Run, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("Team", "a.b", "", "a\n---\n", "a" * 64):
+        with pytest.raises(SystemExit) as ended:
+            run("-f", S3, flag, name)
+        assert ended.value.code == 2
+        assert f"{name!r} is not the name of a namespace" in capsys.readouterr().err
 
 
 def test_the_models_config_sizes_the_buffer(run: Run, tmp_path: Path) -> None:
@@ -133,7 +182,7 @@ def test_a_file_that_is_not_there_has_its_own_code(run: Run, tmp_path: Path) -> 
     assert run("-f", S3, "--model-config", tmp_path / "none.json")[0] == 3
 
 
-@pytest.mark.parametrize("text", ["[]", "{"])
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, f'{{"a": {" " * (4 << 20)}1}}'])
 def test_a_config_that_is_none_is_told(run: Run, text: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(text)

@@ -246,7 +246,7 @@ def test_without_efa_it_is_ucx_and_the_notes_say_so(vllm_parse: Parse) -> None:
         assert "vpc.amazonaws.com/efa" not in found["resources"]["limits"]
         config = vllm_parse(found["args"]).kv_transfer_config
         assert config.kv_connector_extra_config["backends"] == ["UCX"]
-    assert any(note.startswith("EFA: no interfaces") for note in made.notes)
+    assert any("as those of ml.g6e.48xlarge are not known" in note for note in made.notes)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,26 @@ def test_one_role_without_efa_leaves_both_on_ucx(vllm_parse: Parse) -> None:
     for role in Role:
         config = vllm_parse(engine(made, role)["args"]).kv_transfer_config
         assert config.kv_connector_extra_config["backends"] == ["UCX"]
+
+    assert "EFA: none for the decode engines, as their resources say; KV goes over UCX" in made.notes
+
+
+def test_instance_types_that_differ_in_efa_are_told_apart_from_unknown_ones() -> None:
+    types = {"spec.instanceType": ..., "spec.instanceTypes": ["ml.p5.48xlarge", "ml.p5en.48xlarge"]}
+    (note,) = [n for n in rendered("dpd-nixl", types).notes if n.startswith("EFA")]
+    assert "as the types differ (ml.p5.48xlarge has 32, ml.p5en.48xlarge has 16); KV goes over UCX" in note
+
+
+def test_a_worker_that_nothing_says_is_vllm_starts_what_its_image_says() -> None:
+    """HyperPod's first sample: an image of DJL, whose own arguments start it. Ours would replace them."""
+    other = {"spec.intelligentRoutingSpec": ..., "spec.kvCacheSpec": ..., "spec.worker.args": ...}
+    image = {"spec.worker.image": "registry.example/djl-inference:0.32.0-lmi14.0.0-cu124"}
+    assert "args" not in engine(rendered("colocated-routing", other | image), None)
+    flags = {"spec.worker.args": ["--model", "/opt/ml/model"]}
+    assert engine(rendered("colocated-routing", other | image | flags), None)["args"][2:] == [
+        "--port",
+        "8000",
+    ]
 
 
 def test_a_roles_annotations_reach_its_pods_alone() -> None:

@@ -10,6 +10,7 @@ import pytest
 from tandem.api import Role
 from tandem.config import RouterConfig, add_router_arguments, kubernetes_source, router_config
 from tandem.engine.roles import expand
+from tandem.operator.errors import RenderError
 from tandem.operator.model_files import NAMES
 from tandem.operator.names import KV_LAYOUT_LABEL
 from tandem.operator.routing import router_config as rendered_config
@@ -102,6 +103,29 @@ def test_request_limits_are_the_routers_queue() -> None:
     found = config("colocated-routing")
     assert (found.max_concurrent_requests, found.max_queue_size, found.overflow_status_code) == (64, 16, 503)
     assert config("dpd-s3").max_concurrent_requests is None
+
+
+def test_api_keys_are_a_file_of_a_secret_and_only_that() -> None:
+    """Whoever writes endpoints may name any Secret of the router's namespace."""
+    path = config("API keys").api_keys_file
+    assert path is not None
+    folder, _, name = path.rpartition("/")
+    found = pod(rendered(*VARIANTS["API keys"]), "router")
+    (volume,) = [v for v in found["volumes"] if "secret" in v]
+    assert volume["secret"] == {"secretName": "keys-of-chat", "items": [{"key": name, "path": name}]}
+    mounts = [(c["name"], m) for c in found["containers"] for m in c["volumeMounts"]]
+    mount = {"name": volume["name"], "mountPath": folder, "readOnly": True}
+    assert [(where, m) for where, m in mounts if m["name"] == volume["name"]] == [("router-container", mount)]
+    assert config("dpd-nixl").api_keys_file is None
+    assert not [v for v in pod(rendered("dpd-nixl"), "router")["volumes"] if "secret" in v]
+
+
+def test_api_keys_without_a_router_are_refused() -> None:
+    """Nobody would ask for them."""
+    keys = {"metadata.annotations": {"tandem.dev/api-keys-secret": "keys"}}
+    with pytest.raises(RenderError, match=r"api-keys-secret\]: is for a router, and there is none"):
+        rendered("colocated-routing", {**keys, "spec.intelligentRoutingSpec": ...})
+    assert config("colocated-routing", keys).api_keys_file is not None
 
 
 def test_lmcache_meets_the_engines_own_figures() -> None:

@@ -72,6 +72,18 @@ class Endpoint:
             headers={k.replace("_", "-"): v for k, v in headers.items()},
         )
 
+    async def raw(self, *pieces: bytes) -> bytes:
+        """All that the router sends on a connection of its own, on which it receives these pieces and then
+        nothing."""
+        reader, writer = await asyncio.open_connection(self.client.base_url.host, self.client.base_url.port)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            return await reader.read(-1)
+        finally:
+            writer.close()
+
     async def metric(self, line: str) -> float:
         """The value of one sample of the router's /metrics; 0 when it is not there."""
         text = (await self.client.get("/metrics")).text

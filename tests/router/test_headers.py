@@ -12,7 +12,7 @@ from tandem.http import Headers, Request, Responder
 from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
 
 from .conftest import LONG, SHORT, Start
-from .fakes import DONE, JSON, SSE, FakeEngine, Seen, chunk
+from .fakes import DONE, JSON, SSE, FakeEngine, Seen, broken, chunk
 
 
 def request(*headers: tuple[bytes, bytes]) -> Request:
@@ -150,3 +150,21 @@ async def test_what_clients_tell_the_router_is_not_told_to_engines(start: Start)
         (seen,) = fake.requests
         assert [name for name in seen.headers if name.startswith("x-tandem-")] == []
         assert seen.headers["x-other"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [200, 400, 500])
+@pytest.mark.parametrize("given_id", ["mine", "x" * 128])
+async def test_a_client_gets_its_own_id_back_however_its_request_ends(
+    start: Start, status: int, stream: bool, given_id: str
+) -> None:
+    endpoint = await start()
+    if status != 200:
+        endpoint.decode[0].on_generate = broken(status)
+    for body in (SHORT, LONG):
+        answer = await endpoint.post({**body, "stream": stream}, x_request_id=given_id)
+        assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, [given_id])
+    assert (await endpoint.post(b"{", x_request_id=given_id)).headers["x-request-id"] == given_id
+    seen = [s.headers["x-request-id"] for e in (*endpoint.prefill, *endpoint.decode) for s in e.requests]
+    assert len(set(seen)) == len(seen)
+    assert all(re.fullmatch(rf"{given_id}-[0-9a-f]{{16}}", s) for s in seen)

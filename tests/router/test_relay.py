@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.http import Headers, Responder, Response
+from tandem.router.answer import Answer
 from tandem.router.relay import StreamRelay, judge
 
 from .fakes import DONE, ERROR, ROLE, chunk
@@ -24,6 +25,10 @@ class Client:
         self.status = 0
         self.sent: list[bytes] = []
         self.source: object = None
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
 
     def start(self, status: int, headers: Headers) -> None:
         assert not self.status
@@ -47,7 +52,7 @@ class Relayed:
         self.response = cast(Response, SimpleNamespace(status=200))
         clock: Iterator[float] = iter(range(len(reads) + 1))
         relay = StreamRelay(
-            cast(Responder, self.client),
+            Answer(cast(Responder, self.client)),
             self.response,
             [],
             silent_events=1 if chat else 0,

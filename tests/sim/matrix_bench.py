@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from tandem.bench.scrape import ROUTER_IN_HAND
 from tandem.config import RouterConfig
 from tandem.http import Client, HTTPClientError, Origin, Server
 from tandem.router.app import App, running
@@ -167,7 +168,7 @@ class Bench:
         found: Counter[str] = Counter()
         for line in b"".join(pieces).decode().splitlines():
             name, _, value = line.rpartition(" ")
-            if name.startswith(_COUNTERS + GAUGES) and float(value):
+            if name.startswith(_COUNTERS + ROUTER_IN_HAND) and float(value):
                 found[name] = float(value)  # type: ignore[assignment]
         return found
 
@@ -224,7 +225,7 @@ class Bench:
             left += self.app.fleet.unproved
             left += self._tasks_left()
             if not left:
-                gauges = {k: v for k, v in (await self.counters()).items() if k.startswith(GAUGES)}
+                gauges = {k: v for k, v in (await self.counters()).items() if k.startswith(ROUTER_IN_HAND)}
                 left = [f"{name} is {value:g}" for name, value in gauges.items()]
             if not left or self.sims.now() > deadline:
                 return left
@@ -268,10 +269,6 @@ class Bench:
 
 
 _COUNTERS = ("tandem_requests_total", "tandem_leg_failures_total")
-GAUGES = (
-    "tandem_requests_in_flight", "tandem_pending_prompt_tokens", "tandem_reserved", "tandem_requests_running",
-    "tandem_requests_waiting", "tandem_handoffs_cleaning_up",
-)  # fmt: skip
 _FAILED = re.compile(r'tandem_leg_failures_total\{cause="(?P<cause>\w+)",role="(?P<role>\w+)"\}')
 _ENDED = re.compile(
     r'tandem_requests_total\{outcome="(?P<outcome>\w+)",path="(?P<path>\w+)",reason="(?P<reason>\w+)"\}'

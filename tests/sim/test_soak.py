@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tandem.bench.scrape import ROUTER_IN_HAND
 from tandem.config import RouterConfig
 from tandem.http import Client, HTTPClientError, Origin
 from tandem.router.app import App, running
@@ -22,7 +23,7 @@ from tandem.sim.handoff import Network
 
 from .helpers import MODEL, Engines, engines
 from .matrix import Connector
-from .matrix_bench import ENVIRONMENT, GAUGES, command_lines, connector_flags, delivery
+from .matrix_bench import ENVIRONMENT, command_lines, connector_flags, delivery
 
 PREFILLERS, DECODERS = 12, 20
 # What may befall an engine. Left out is what no router can see: KV that was overwritten before it was read,
@@ -109,7 +110,7 @@ class Soak:
     async def gauges(self) -> dict[str, float]:
         """What the router has in hand, where it has anything."""
         told = await self.metrics()
-        return {name: value for name, value in told.items() if name.startswith(GAUGES) and value}
+        return {name: value for name, value in told.items() if name.startswith(ROUTER_IN_HAND) and value}
 
     async def alone(self, body: dict[str, Any]) -> bytes:
         """What an engine that is behind no router answers."""

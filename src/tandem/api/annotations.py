@@ -4,7 +4,7 @@ The resource itself is HyperPod's, field by field; what Tandem adds is said in a
 `tandem.dev/`. Their schemas are data (`crd/schema/annotations.yaml`): some are for the endpoint, the others
 come once for each role, as `tandem.dev/prefill-env` and `tandem.dev/decode-env`. There are none for a
 colocated endpoint's workers, which have `spec.worker` and `spec.kubernetes` to themselves, and none for the
-router, whose image and namespace are the operator's settings.
+router's pod, whose image and namespace are the operator's settings.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Extensions:
     paused: bool = False
     """True: what belongs to the endpoint is not changed for now."""
     roles: Mapping[Role, RoleExtensions] = field(default_factory=lambda: {r: RoleExtensions() for r in Role})
+    api_keys_secret: str | None = None
+    """The Secret with the router's API keys, in the router's namespace."""
 
 
 def parse_annotations(annotations: Mapping[str, str]) -> tuple[Extensions, list[Problem]]:
@@ -139,7 +141,7 @@ def _within(where: str, at: tuple[str | int, ...]) -> str:
 
 
 def _extensions(values: Mapping[str, Any]) -> Extensions:
-    of_endpoint = {name: values[name] for name in _schemas()["endpoint"] if name in values}
+    of_endpoint = {name.replace("-", "_"): values[name] for name in _schemas()["endpoint"] if name in values}
     roles = {}
     for role in Role:
         given: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""An engine's own counters: what it computed, found in its cache, and received from another engine."""
+"""What engines and routers tell at /metrics: what an engine computed, found in its cache and received from
+another engine; the gauges of what is in hand.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,18 @@ from dataclasses import dataclass, fields
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+ENGINE_IN_HAND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+ROUTER_IN_HAND = (
+    "tandem_requests_in_flight",
+    "tandem_tokens_in_flight",
+    "tandem_pending_prompt_tokens",
+    "tandem_reserved",
+    "tandem_requests_running",
+    "tandem_requests_waiting",
+    "tandem_handoffs_cleaning_up",
+)
+"""Gauges that are at 0 where there is no work, and nothing is held for any."""
 
 
 @dataclass(frozen=True)

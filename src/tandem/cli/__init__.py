@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import TextIO
 
 # Name → what it does. The module is tandem.cli.<name>, with add_arguments(parser) and run(arguments) -> int.
 COMMANDS = {
@@ -19,6 +21,7 @@ COMMANDS = {
     "logs": "show what the processes of an endpoint have written",
     "down": "stop an endpoint of this machine",
     "router": "run the router alone",
+    "keys": "make API keys for the router, and check the file that lists them",
     "operator": "run endpoints on Kubernetes",
     "sim": "run simulated vLLM engines",
     "validate": "find every mistake in manifests of the resource",
@@ -38,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A container's first process gets no signal that it has no handler for: a router whose pod is deleted
         # while it starts would stay for its whole grace period. Once it works it has its own.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(INTERRUPTED))
+    _open_what_is_closed()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
@@ -69,6 +73,46 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def emit(text: str) -> int:
+    """Write a command's result to stdout: all of it, and in UTF-8 whatever the locale, as clusters read it.
+
+    Returns OK; FAILURE where whoever reads it has gone, as `head` does; ENVIRONMENT where it cannot be
+    written, which is told."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        _silence(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            return FAILURE
+        complain(f"cannot write the result: {error.strerror}")
+        return ENVIRONMENT
+    return OK
+
+
 def complain(message: object) -> None:
     """Say on stderr why a command ends."""
-    print(f"tandem: {message}", file=sys.stderr)
+    remark(f"tandem: {message}")
+
+
+def remark(line: str) -> None:
+    """Say something on stderr. Where that cannot be written nothing is said; the result counts."""
+    try:
+        print(line, file=sys.stderr)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """What a stream still holds is written when Python ends, which would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _open_what_is_closed() -> None:
+    """Standard streams that were closed (`2>&-`): Python has None in their place, and prints to stdout what
+    is meant for such a stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as Python runs

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from tandem.cli import OK
+from tandem.cli import emit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,5 +16,4 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tandem.api.crd import crd
 
-    yaml.safe_dump(crd(), sys.stdout, sort_keys=False, allow_unicode=True, width=120)
-    return OK
+    return emit(yaml.safe_dump(crd(), sort_keys=False, allow_unicode=True, width=120))

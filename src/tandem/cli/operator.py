@@ -15,7 +15,7 @@ from tandem.cli.render import add_settings, settings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
-    parser.set_defaults(region=os.environ.get("AWS_REGION"))
+    parser.set_defaults(region=os.environ.get("AWS_REGION") or None)
     parser.add_argument(
         "--kubeconfig", type=Path, help="the cluster; default: the pod's own, $KUBECONFIG or ~/.kube/config"
     )

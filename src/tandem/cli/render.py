@@ -8,19 +8,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli import ENVIRONMENT, OK, USAGE, complain
-from tandem.cli.flags import model_config
+from tandem.cli import ENVIRONMENT, USAGE, complain, emit
+from tandem.cli.flags import image, model_config, namespace, region, url
 
 if TYPE_CHECKING:
     from tandem.api import Endpoint
     from tandem.operator import Settings
 
+STDIN = "-"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-f", "--file", type=Path, required=True, help="manifest of an InferenceEndpointConfig"
+        "-f",
+        "--file",
+        required=True,
+        help="manifest of an InferenceEndpointConfig, or - for standard input",
     )
-    parser.add_argument("-n", "--namespace", help="namespace of a manifest that names none")
+    parser.add_argument("-n", "--namespace", type=namespace, help="namespace of a manifest that names none")
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print a List in JSON; notes go to stderr")
 
@@ -28,14 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """What is the same for all endpoints of a cluster; `tandem operator` has it too."""
     parser.add_argument(
-        "--system-namespace", help="where the router goes (default hyperpod-inference-system)"
+        "--system-namespace",
+        type=namespace,
+        help="where the router goes (default hyperpod-inference-system)",
     )
-    parser.add_argument("--router-image", help="image of the router (default: that of this version)")
-    parser.add_argument("--proxy-image", help="image of the reverse proxy: nginx without root")
-    parser.add_argument("--collector-image", help="image of the OpenTelemetry collector")
-    parser.add_argument("--region", help="AWS region, where the manifest does not name one")
+    for name, what in (
+        ("router", "the router (default: that of this version)"),
+        ("proxy", "the reverse proxy: nginx without root"),
+        ("collector", "the OpenTelemetry collector"),
+    ):
+        parser.add_argument(f"--{name}-image", type=image, help=f"image of {what}")
+    parser.add_argument("--region", type=region, help="AWS region, where the manifest does not name one")
     parser.add_argument(
-        "--remote-write-url", metavar="URL", help="Prometheus that collectors write to, besides being scraped"
+        "--remote-write-url",
+        type=url,
+        metavar="URL",
+        help="Prometheus that collectors write to, besides being scraped",
     )
     parser.add_argument(
         "--workers-as-root",
@@ -52,47 +65,60 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from tandem.api import InvalidResource
-    from tandem.api.load import manifest_text, parse_endpoint
+    from tandem.api.load import parse_endpoint
     from tandem.api.problem import one_line
     from tandem.engine.validation import validate_text
     from tandem.operator import RenderError, document, render
 
+    source = "<stdin>" if arguments.file == STDIN else arguments.file
     try:
         chosen = settings(arguments)
-        text = manifest_text(arguments.file)
-        if errors := validate_text(text, str(arguments.file), model_config=chosen.model_config).errors:
+        text = _text(arguments.file)
+        if errors := validate_text(text, source, model_config=chosen.model_config).errors:
             for error in errors:
                 complain(error)
             return USAGE
-        endpoint, raw = parse_endpoint(text, source=str(arguments.file))
+        endpoint, raw = parse_endpoint(text, source=source)
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        complain(one_line(f"{error.filename}: {error.strerror}"))
         return ENVIRONMENT
     except InvalidResource as error:
         for problem in error.problems:
-            complain(f"{arguments.file}: {problem}")
+            complain(one_line(f"{source}: {problem}"))
         return USAGE
     except ValueError as error:
-        complain(error)
+        complain(one_line(str(error)))
         return USAGE
-    if arguments.namespace and not raw["metadata"].get("namespace"):
+    if arguments.namespace and not (own := raw["metadata"].get("namespace")):
         endpoint = _placed(endpoint, arguments.namespace)
+    elif arguments.namespace and own != arguments.namespace:
+        complain(f"--namespace {arguments.namespace}: not used, as the manifest says namespace: {own}")
     try:
         rendering = render(endpoint, chosen)
     except RenderError as error:
-        complain(one_line(f"{arguments.file}: {error}"))
+        complain(one_line(f"{source}: {error}"))
         return USAGE
     if arguments.json:
         for note in rendering.notes:
             complain(one_line(note))
         objects = {"apiVersion": "v1", "kind": "List", "items": list(rendering.objects)}
-        json.dump(objects, sys.stdout, indent=2)
-        print()
-    else:
-        metadata = endpoint.metadata
-        title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {arguments.file.name}"
-        sys.stdout.write(document(rendering, title))
-    return OK
+        return emit(json.dumps(objects, indent=2) + "\n")
+    metadata = endpoint.metadata
+    title = f"Endpoint {metadata.namespace}/{metadata.name}, rendered from {Path(source).name}"
+    return emit(document(rendering, title))
+
+
+def _text(name: str) -> str:
+    """A manifest's text. Raises OSError, or ValueError where it is none."""
+    from tandem.api.load import manifest_text
+    from tandem.api.validation.manifest import MOST_BYTES, file_text
+
+    if name != STDIN:
+        return manifest_text(Path(name))
+    try:
+        return file_text(sys.stdin.buffer.read(MOST_BYTES + 1))
+    except ValueError as error:
+        raise ValueError(f"standard input: {error}") from None
 
 
 def settings(arguments: argparse.Namespace) -> Settings:

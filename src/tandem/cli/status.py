@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tandem.local.record import Found, ProcessState
 
 _ANSWER_SECONDS = 2.0
+_ENDED_SECONDS = 86_400.0
+"""How long one that has ended is shown to those who do not ask for it."""
 _IN_HAND = {
     "router": ("tandem_requests_running", "tandem_requests_waiting"),
     "engine": ("vllm:num_requests_running", "vllm:num_requests_waiting"),
@@ -70,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.local.record import find
 
     found = find(arguments.name, arguments.port)
+    if arguments.name is None and arguments.port is None:
+        found = [f for f in found if f.running or time.time() - f.last_sign < _ENDED_SECONDS]
     seen = list(zip(found, asyncio.run(_look(found)), strict=True))
     if arguments.json:
         print(json.dumps([_as_dict(*each) for each in seen], indent=2))

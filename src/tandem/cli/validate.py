@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tandem.cli import FAILURE, OK, USAGE, complain
+from tandem.cli import FAILURE, OK, USAGE, complain, emit, remark
 from tandem.cli.flags import model_config
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from tandem.api.problem import one_line
     from tandem.api.validation import Report, formats, read_manifest
     from tandem.engine.validation import validate
 
@@ -63,28 +64,30 @@ def run(arguments: argparse.Namespace) -> int:
             for document in manifest.documents:
                 report += validate(document.resource, lines=document.lines, model_config=config)
                 endpoints += 1
+        notes += _folders_of(arguments.files)
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        complain(one_line(f"{error.filename}: {error.strerror}"))
         return USAGE
     except ValueError as error:
-        complain(error)
+        complain(one_line(str(error)))
         return USAGE
     if not endpoints and report.ok:
         report += _nothing(arguments.files)
     report = _in_order(report)
     match arguments.format:
         case "json":
-            sys.stdout.write(formats.as_json(report, endpoints, notes))
+            text = formats.as_json(report, endpoints, notes)
         case "sarif":
-            sys.stdout.write(formats.sarif(report))
+            text = formats.sarif(report)
         case "github":
-            sys.stdout.write(formats.github(report))
+            text = formats.github(report)
         case _:
-            sys.stdout.write(formats.human(report))
+            text = formats.human(report)
+    written = emit(text)
     for note in notes if arguments.format != "json" else ():
-        print(f"note: {note}", file=sys.stderr)
-    print(formats.counts(report, endpoints), file=sys.stderr)
-    return OK if report.ok and not (arguments.strict and report.warnings) else FAILURE
+        remark(f"note: {note}")
+    remark(formats.counts(report, endpoints))
+    return written or (OK if report.ok and not (arguments.strict and report.warnings) else FAILURE)
 
 
 def _in_order(report: Report) -> Report:
@@ -105,8 +108,8 @@ def _nothing(files: Iterable[str]) -> Report:
     from tandem.api.models import KIND
     from tandem.api.validation import Finding, Position, Report
 
-    named = list(files)
-    at = Position(named[0], 1, 1) if len(named) == 1 and named[0] != STDIN else None
+    named = ["<stdin>" if name == STDIN else name for name in files]
+    at = Position(named[0], 1, 1) if len(named) == 1 else None
     return Report((Finding("IEC003", "", f"no object of kind {KIND} in {', '.join(named)}", at),))
 
 
@@ -116,11 +119,29 @@ def _texts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         if name == STDIN:
             yield "<stdin>", _decoded(sys.stdin.buffer, "standard input")
             continue
+        if not name:
+            raise ValueError("-f: names no file")  # for Path it would be the folder that we are in
         path = Path(name)
-        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        found = [path]
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and not p.is_dir())
         for file in found:
             with file.open("rb") as opened:
-                yield str(file), _decoded(opened, str(file))
+                try:
+                    text = _decoded(opened, str(file))
+                except OSError as error:  # of reading it: only of opening it Python says which file
+                    raise OSError(error.errno, error.strerror, str(file)) from None
+            yield str(file), text
+
+
+def _folders_of(names: Iterable[str]) -> list[str]:
+    """A note on each folder of a named one: as by kubectl, it is not looked into."""
+    named = [Path(name) for name in names if name != STDIN]
+    found = [
+        path for folder in named if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_dir()
+    ]
+    shown = [path for path in found if path not in named and not path.name.startswith(".")]
+    return [f"{path}: a folder of a folder is not looked into; name it too" for path in shown]
 
 
 def _decoded(file: BinaryIO, name: str) -> str:

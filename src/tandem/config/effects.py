@@ -74,6 +74,8 @@ def _rules(config: RouterConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("queue_timeout",), "without --max-queue-size"
     if _may_prefill(config) and not config.max_fallbacks:
         yield ("max_fallback_tokens",), "with --max-fallbacks 0"
+    if not config.cors_origins:
+        yield ("cors_methods", "cors_headers"), "without --cors-origins"
     if config.connector != "lmcache":
         names = (
             "lmcache_receivers",

@@ -11,23 +11,27 @@ from tandem.config.router import RouterConfig
 
 _SECTIONS = {
     "host": "The router",
+    "api_keys_file": "Identity",
     "prefill": "Engines",
     "served_model_name": "Routing",
     "kv_block_size": "KV cache and events",
     "model_path": "Counting prompts",
     "connect_timeout": "Time-outs and retries",
     "max_concurrent_requests": "Limits",
+    "max_connections": "Clients",
     "lmcache_receivers": "LMCache",
 }
-"""Titles of the sections, by the field that each begins with."""
+"""Titles of the sections in their order, by the field that each begins with."""
 
 
 def _sections() -> Iterator[tuple[str, list[Field[Any]]]]:
     """(title, fields) of each section."""
     known = fields(RouterConfig)
     begins = [i for i, f in enumerate(known) if f.name in _SECTIONS]
-    for begin, end in zip(begins, [*begins[1:], len(known)], strict=True):
-        yield _SECTIONS[known[begin].name], list(known[begin:end])
+    ends = [*begins[1:], len(known)]
+    parts = {known[begin].name: list(known[begin:end]) for begin, end in zip(begins, ends, strict=True)}
+    for name, title in _SECTIONS.items():
+        yield title, parts[name]
 
 
 def _flag(f: Field[Any]) -> str:
@@ -43,6 +47,9 @@ def _metavar(f: Field[Any]) -> str:
         "kv_replay": "ENDPOINT",
         "session_field": "NAME",
         "discover_file": "FILE",
+        "api_keys_file": "FILE",
+        "engine_authorization": "WHAT",
+        "engine_key_file": "FILE",
         "discover_dns": "ROLE=NAME",
         "discover_kubernetes": "NAMESPACE:PORT:SELECTOR",
         "admin_port": "N",
@@ -61,6 +68,13 @@ def _metavar(f: Field[Any]) -> str:
         "chat_template": "FILE",
         "default_chat_template_kwargs": "JSON",
         "lmcache_notify": "HOST:PORT",
+        "body_rate": "BYTES",
+        "heartbeat": "SECONDS",
+        "tls_certificate": "FILE",
+        "tls_key": "FILE",
+        "tls_client_ca": "FILE",
+        "cors_origins": "ORIGIN",
+        "cors_methods": "METHOD",
     }
     by_kind = "SECONDS" if isinstance(f.default, float) else "N" if isinstance(f.default, int) else "NAME"
     return named.get(f.name, by_kind)

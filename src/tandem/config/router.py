@@ -7,12 +7,12 @@ below.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from tandem.config.clients import ClientsConfig
 from tandem.config.engines import EngineSpec, Subscription, engine_spec, engine_text, listening_host
+from tandem.config.options import option as _option
 from tandem.config.values import (
     ReceiverPorts,
     between,
@@ -37,18 +37,13 @@ DECODING_PATH = "/ready/decode"
 """Where a router says whether requests are answered at all, by decoders alone where need be."""
 
 
-def _option(help: str, parse: Callable[[str], Any] = str, default: Any = MISSING) -> Any:
-    metadata = {"help": help, "parse": parse}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
-
-
 def _overlap(host: str, other: str) -> bool:
     """Whether one address may be the other, or all of them."""
     return host == other or not {host, other}.isdisjoint({"0.0.0.0", "::"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(ClientsConfig):
     """What one router process is started with. Times are seconds, sizes are bytes."""
 
     # The router
@@ -80,6 +75,25 @@ class RouterConfig:
         "port for /engines, /admin/route and /metrics, which the public port then does not serve; 0 takes a "
         "free one. Default: none",
         between(0, 65535, int),
+        None,
+    )
+
+    # Identity
+    api_keys_file: str | None = _option(
+        "file that lists the API keys that clients must have, and their limits; it is watched. Default: "
+        "everybody may call",
+        checked(some_text),
+        None,
+    )
+    engine_authorization: str | None = _option(
+        "what becomes of a client's header Authorization: engines get it (pass) or do not (drop). Default: "
+        "pass; with --api-keys-file, whose keys are not for engines, and with --engine-key-file drop",
+        one_of(("pass", "drop")),
+        None,
+    )
+    engine_key_file: str | None = _option(
+        "file with the key that every engine gets with every call (vLLM's --api-key); it is watched",
+        checked(some_text),
         None,
     )
 
@@ -350,6 +364,7 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.prefill and not (self.decode or self.discovers):
             raise ValueError("--prefill: prefill engines need decode engines to hand over to (--decode)")
         if not (self.decode or self.engine or self.discovers):
@@ -376,6 +391,8 @@ class RouterConfig:
             raise ValueError(
                 f"--model-files-path: files are fetched where none are here; it excludes {given}"
             )
+        if self.engine_key_file is not None and self.engine_authorization == "pass":
+            raise ValueError("--engine-authorization pass: excludes --engine-key-file, which takes its place")
         if self.model_files_path is None and self.model_files_cache is not None:
             raise ValueError("--model-files-cache: is of use with --model-files-path only")
         try:
@@ -398,6 +415,12 @@ class RouterConfig:
                             f"{endpoint}; give each its own, as in {spec.url},kv-events=tcp://*:5558"
                         )
                     known[endpoint] = spec.url
+
+    @property
+    def passes_authorization(self) -> bool:
+        """Whether engines get the header Authorization as clients send it."""
+        own = self.api_keys_file is not None or self.engine_key_file is not None
+        return not own if self.engine_authorization is None else self.engine_authorization == "pass"
 
     @property
     def discovers(self) -> bool:

@@ -57,6 +57,31 @@ def header_name(text: str) -> None:
         raise ValueError(f"{text!r} is not the name of a header, as in x-session-id")
 
 
+def header_token(text: str) -> str:
+    """The name of a header in lower case."""
+    header_name(text)
+    return text.lower()
+
+
+def method(text: str) -> str:
+    if text not in ("GET", "HEAD", "POST"):
+        raise ValueError(f"{text!r} is none of GET, HEAD and POST, which are all that a router takes")
+    return text
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+
+
+def origin(text: str) -> str:
+    """An origin as browsers send it: in lower case, without the scheme's own port; or `*`."""
+    lower = text.lower()
+    scheme = lower.partition("://")[0]
+    if lower != "*" and not _ORIGIN.fullmatch(lower):
+        raise ValueError(f"{text!r} is no origin, as https://app.example or http://localhost:3000, and not *")
+    own = {"http": ":80", "https": ":443"}.get(scheme)
+    return lower.removesuffix(own) if own else lower
+
+
 def field_name(text: str) -> None:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
         raise ValueError(f"{text!r} is not the name of a field, as in user")

@@ -210,7 +210,7 @@ def _buffer(
             try:
                 given = given_bytes(variable["value"])
             except ValueError as error:
-                yield Found("IEC232", at, str(error))
+                yield Found("IEC232", at, f"{VARIABLE} {error}")
                 return
     token = token_size(
         model_config,
@@ -223,7 +223,7 @@ def _buffer(
     try:
         buffer = pd_buffer(token, longest=longest, given=given)
     except ValueError as error:
-        yield Found("IEC233", at, str(error))
+        yield Found("IEC233", at, f"{VARIABLE}: {error}")
         return
     if complaint := buffer.complaint(longest):
         yield Found("IEC707", at, f"{VARIABLE}: {complaint}. {buffer.reason}")

@@ -188,7 +188,7 @@ def model_config(model: Path) -> dict[str, Any]:
     """A model's config.json, of a multimodal model the part on text; empty when there is none to read."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     text = config.get("text_config", config) if isinstance(config, dict) else None
     return text if isinstance(text, dict) else {}

@@ -73,6 +73,7 @@ def validate_text(text: str, source: str, *, model_config: Mapping[str, Any] | N
 def engine_checks(subject: Subject, model_config: Mapping[str, Any] | None = None) -> Iterator[Found]:
     """What is found about the engines, as far as the resource can be read."""
     yield from value_checks(subject)
+    subject = _with_words(subject)
     if not all(_is_command_line(subject.get(path)) for path in _COMMAND_LINES):
         return  # the schema's matter; what is left of the flags would be misread
     own = _role_variables(subject)
@@ -146,6 +147,20 @@ def _too_large(subject: Subject, own: Mapping[Role, list[EnvVar]]) -> Iterator[F
 
 
 _TOO_MUCH = f"brings them all to {MOST_TEXTS} bytes or more; no program starts with that much"
+
+
+def _with_words(subject: Subject) -> Subject:
+    """The resource with numbers among flags as words: the schema refuses them, and they only lack quotes."""
+    copied = Subject(subject.resource)
+    for path in _COMMAND_LINES:
+        section, _, name = path.rpartition(".")
+        if isinstance(words := copied.get(path), list):
+            copied.object(section)[name] = [_as_word(word) for word in words]
+    return copied
+
+
+def _as_word(item: Any) -> Any:
+    return str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item
 
 
 def _is_command_line(value: Any) -> bool:
@@ -246,6 +261,10 @@ def _places(subject: Subject, flags: Flags) -> Iterator[Found]:
     last = flags.last("--model") or flags.last("")
     if model and last and model.startswith("/") and not f"{model}/".startswith(f"{mount.rstrip('/')}/"):
         yield Found("IEC713", last[1], f"names the model {model}, but the weights are mounted at {mount}")
+    named = model or any("MODEL" in str(v.get("name")) for _, v in subject.objects(OF_ALL))
+    if flags.args and not subject.routed and not named and "vllm" in subject.text("spec.worker.image"):
+        said = "name no model, so vLLM takes one of its own: Tandem names it only where there is a router"
+        yield Found("IEC725", location("spec.worker.args"), f"{said}. Add --model")
 
 
 def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:

@@ -5,6 +5,7 @@ Knows nothing of routing. llhttp parses; see `server.serve` and `client.Client`.
 
 from tandem.http._responder import Source
 from tandem.http.client import Client, Exchange, Origin, Response, Sink
+from tandem.http.cors import Cors, with_cors
 from tandem.http.errors import (
     BodyTooLarge,
     ConnectFailed,
@@ -18,11 +19,14 @@ from tandem.http.errors import (
 from tandem.http.messages import Headers, Limits, Request, end_to_end, error_body, find_header
 from tandem.http.server import Handler, Responder, Server, serve
 from tandem.http.sse import StreamScan
+from tandem.http.tls import BadTls, Tls, TlsFiles
 
 __all__ = [
+    "BadTls",
     "BodyTooLarge",
     "Client",
     "ConnectFailed",
+    "Cors",
     "Exchange",
     "HTTPClientError",
     "Handler",
@@ -40,9 +44,12 @@ __all__ = [
     "Sink",
     "Source",
     "StreamScan",
+    "Tls",
+    "TlsFiles",
     "UpstreamClosed",
     "end_to_end",
     "error_body",
     "find_header",
     "serve",
+    "with_cors",
 ]

@@ -5,6 +5,7 @@ transfer coding and their like are errors there. Added here are the limits, the 
 llhttp leaves to its user, and the parts of HTTP that a server may decline.
 """
 
+import re
 from collections import deque
 from enum import Enum, auto
 from http import HTTPStatus
@@ -15,6 +16,10 @@ import httptools
 
 from tandem.http._wire import encode_fields, framing_allowance
 from tandem.http.messages import Headers, Limits, Request, find_header
+
+# RFC 3986, 3.2.2 and 3.2.3: a name or an address (of an interface, perhaps), and a port. Empty where a target
+# has no authority.
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9\-._~%]+)?\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(:[0-9]*)?")
 
 # llhttp cannot be paused at the end of a message, so all requests of one read are parsed at once.
 _MAX_PIPELINED = 128
@@ -68,9 +73,14 @@ class RequestParser:
             self._wire_size = 0
             return
         # The callbacks see whole fields and the body; what llhttp swallows or still collects counts here.
-        overhead = self._wire_size - self._body_size
-        if overhead > framing_allowance(self._limits.head_bytes, self._body_size):
+        overhead = self._wire_size - self.body_size
+        if overhead > framing_allowance(self._limits.head_bytes, self.body_size):
             self._refuse_overhead()
+
+    @property
+    def body_size(self) -> int:
+        """Bytes that have come of the body of the request that is not whole yet."""
+        return len(self._body)
 
     def _stopped(self, error: Exception) -> None:
         if self.phase is not Phase.FINISHED:  # else it minds data after `Connection: close`, and we do not
@@ -129,10 +139,9 @@ class RequestParser:
 
     def on_body(self, data: bytes) -> None:
         self.awaits_continue = False
-        self._body_size += len(data)
-        if self._body_size > self._limits.body_bytes:
+        self._body += data
+        if len(self._body) > self._limits.body_bytes:
             self._refuse_body()
-        self._body.append(data)
 
     def on_message_complete(self) -> None:
         if self._llhttp.should_upgrade():
@@ -146,7 +155,7 @@ class RequestParser:
                 path=self._path,
                 query=self._query,
                 headers=self._headers,
-                body=self._body[0] if len(self._body) == 1 else b"".join(self._body),
+                body=bytes(self._body),
                 http_version=self._version,
                 client=self._client,
                 keep_alive=self._keep_alive,
@@ -158,8 +167,9 @@ class RequestParser:
         self._target = b""
         self._headers: Headers = []
         self._head_size = 0
-        self._body: list[bytes] = []
-        self._body_size = 0
+        self._body = (
+            bytearray()
+        )  # pieces in a list would cost more than what they hold: a chunk may be a byte
 
     # Checks
 
@@ -169,11 +179,13 @@ class RequestParser:
             self._refuse_overhead()
 
     def _check_host(self) -> None:
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts > 1:
+        hosts = [value for name, value in self._headers if name == b"host"]
+        if len(hosts) > 1:
             self._refuse(HTTPStatus.BAD_REQUEST, "more than one Host header")
-        if hosts == 0 and self._version == "1.1":
+        if not hosts and self._version == "1.1":
             self._refuse(HTTPStatus.BAD_REQUEST, "no Host header")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            self._refuse(HTTPStatus.BAD_REQUEST, "the Host header is no name or address of a host")
 
     def _check_body_framing(self) -> bool:
         coding = find_header(self._headers, b"transfer-encoding")

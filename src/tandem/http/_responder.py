@@ -61,6 +61,7 @@ class Responder:
     """
 
     __slots__ = (
+        "_added",
         "_chunked",
         "_flow",
         "_no_body",
@@ -89,6 +90,7 @@ class Responder:
         self._flow = flow
         self._request_is_head = method == "HEAD"
         self._request_http10 = http_version == "1.0"
+        self._added: Headers = []
         self._chunked = False
         self._no_body = False
         self.keep_alive = keep_alive
@@ -104,6 +106,10 @@ class Responder:
         """Whether the client is gone, or the response aborted: nothing more can be sent."""
         self.bytes_sent = 0
         """Bytes of body handed to the connection, without framing."""
+
+    def add(self, headers: Headers) -> None:
+        """Have these fields sent too, whatever the response will be."""
+        self._added += headers
 
     def send(self, status: int, headers: Headers, body: bytes = b"") -> None:
         """Send a whole response. Raises `InvalidHeader`, and then nothing was sent."""
@@ -179,6 +185,7 @@ class Responder:
         fields = [pair for pair in end_to_end(headers) if pair[0] != b"content-length"]
         date = b"" if any(name == b"date" for name, _ in fields) else date_field()
         closing = b"" if self.keep_alive else b"connection: close\r\n"
+        fields += self._added
         head = b"".join((status_line(status), encode_fields(fields), date, framing, closing, b"\r\n"))
         self.started = True
         self.status = status

@@ -85,18 +85,15 @@ class Response:
 
     async def read(self, limit: int) -> bytes:
         """The whole body. Raises `BodyTooLarge` beyond `limit` bytes, and what `relay` raises."""
-        pieces: list[bytes] = []
-        size = 0
+        body = bytearray()
 
         def collect(data: bytes) -> None:
-            nonlocal size
-            size += len(data)
-            if size > limit:
+            body.extend(data)
+            if len(body) > limit:
                 raise BodyTooLarge(self._origin, f"response body is larger than {limit} bytes")
-            pieces.append(data)
 
         await self.relay(collect)
-        return b"".join(pieces)
+        return bytes(body)
 
     async def relay(self, sink: Sink) -> None:
         """Hand the body to `sink` as it comes, what came in one read as one piece; return when it is whole.
@@ -206,6 +203,8 @@ class Response:
 
     def on_headers_complete(self) -> None:
         self.status = self._llhttp.get_status_code()
+        if (version := self._llhttp.get_http_version()) not in ("1.1", "1.0"):
+            self._violate(f"HTTP/{version} is not spoken here")
         if self.status < 200:
             if self.status < 100 or self.status == 101:
                 self._violate(f"unexpected status {self.status}")

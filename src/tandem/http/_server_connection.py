@@ -46,8 +46,10 @@ class ServerConnection(asyncio.Protocol):
         self._owner = owner
         self._limits = owner.limits
         self._flow = WriteFlow()
-        self._watchdog = Watchdog(asyncio.get_running_loop(), self._expired)
+        self._loop = asyncio.get_running_loop()
+        self._watchdog = Watchdog(self._loop, self._expired)
         self._waiting_in: Phase | None = Phase.HEAD  # the phase whose deadline is set
+        self._body_begun = 0.0
         self._responder: Responder | None = None
         self._refusal: Refusal | None = None
         self._draining = False
@@ -66,7 +68,7 @@ class ServerConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self._parser = RequestParser(self._limits, peer[0] if isinstance(peer, tuple) else "")
         if self._owner.opened(self):
-            self._watchdog.set(self._limits.header_timeout)
+            self._watchdog.set(self._limits.head_timeout)
         else:
             self._refuse(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections"))
 
@@ -153,7 +155,7 @@ class ServerConnection(asyncio.Protocol):
             http_version=request.http_version,
             keep_alive=request.keep_alive and not self._draining,
         )
-        self.task = asyncio.get_running_loop().create_task(self._run(request, responder))
+        self.task = self._loop.create_task(self._run(request, responder))
         self.task.add_done_callback(partial(self._handled, responder))
         self._read(not self._parser.ready)
 
@@ -196,12 +198,22 @@ class ServerConnection(asyncio.Protocol):
             self._parser.awaits_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         phase = self._parser.phase
+        begun, self._waiting_in = phase is not self._waiting_in, phase
         if phase is Phase.BODY:
-            self._watchdog.set(self._limits.body_timeout)
-        elif phase is not self._waiting_in:  # later bytes do not earn the head more time
+            if begun:
+                self._body_begun = self._loop.time()
+            self._watchdog.set(self._patience())
+        elif begun:  # later bytes do not earn the head more time
             head = phase is Phase.HEAD
-            self._watchdog.set(self._limits.header_timeout if head else self._limits.keep_alive_timeout)
-        self._waiting_in = phase
+            self._watchdog.set(self._limits.head_timeout if head else self._limits.keep_alive_timeout)
+
+    def _patience(self) -> float:
+        """How long the next bytes of a body may take: those that came earn time for those that follow."""
+        pause, rate = self._limits.body_timeout, self._limits.body_rate
+        if not rate:
+            return pause
+        earned = pause + self._parser.body_size / rate - (self._loop.time() - self._body_begun)
+        return max(0.0, min(pause, earned))
 
     # Closing, reading, time
 

@@ -5,13 +5,18 @@ import logging
 
 from tandem.http._responder import Responder
 from tandem.http._server_connection import Handler, ServerConnection
+from tandem.http._tls_connection import TlsConnection
 from tandem.http.messages import Limits
+from tandem.http.tls import Tls
 
 __all__ = ["Handler", "Responder", "Server", "serve"]
 
 log = logging.getLogger("tandem.http")
 
 _BACKLOG = 2048
+
+_TOLD = 64
+"""Connections beyond the limit that are told so at a time; further ones are closed without a word."""
 
 _CLOSING = 10.0
 """Seconds after which `Server.close` gives up handlers that do not end when they are cancelled."""
@@ -20,10 +25,13 @@ _CLOSING = 10.0
 class Server:
     """A running server; see `serve`."""
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(self, handler: Handler, limits: Limits, tls: Tls | None = None) -> None:
         self.handler = handler
         self.limits = limits
+        self._tls = tls
         self._connections: set[ServerConnection] = set()
+        self._turned_away: set[ServerConnection] = set()
+        """Those of them that are only told that there are too many."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._stopping = False
@@ -72,31 +80,39 @@ class Server:
         self._listener = await loop.create_server(self._connection, host, port, backlog=_BACKLOG)
         self._port = self._listener.sockets[0].getsockname()[1]
 
-    def _connection(self) -> ServerConnection:
-        return ServerConnection(self)
+    def _connection(self) -> asyncio.Protocol:
+        connection = ServerConnection(self)
+        return connection if self._tls is None else TlsConnection(self._tls.context, connection)
 
     # What a connection calls
 
     def opened(self, connection: ServerConnection) -> bool:
         self._connections.add(connection)
         self._empty.clear()
+        over = len(self._connections) - len(self._turned_away) > self.limits.connections
         # The event loop may have accepted it before the listener was closed.
-        if self._stopping:
+        if self._stopping or (over and len(self._turned_away) >= _TOLD):
             connection.abort()
             return True
-        return len(self._connections) <= self.limits.connections
+        if over:
+            self._turned_away.add(connection)
+        return not over
 
     def lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
+        self._turned_away.discard(connection)
         if not self._connections:
             self._empty.set()
 
 
-async def serve(handler: Handler, host: str, port: int, *, limits: Limits | None = None) -> Server:
-    """Listen on `host` and `port` (0: any free one) and answer requests with `handler`.
+async def serve(
+    handler: Handler, host: str, port: int, *, limits: Limits | None = None, tls: Tls | None = None
+) -> Server:
+    """Listen on `host` and `port` (0: any free one) and answer requests with `handler`; over TLS where `tls`
+    is given.
 
     Raises `OSError` if the address cannot be had.
     """
-    server = Server(handler, limits or Limits())
+    server = Server(handler, limits or Limits(), tls)
     await server._listen(host, port)
     return server

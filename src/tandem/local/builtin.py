@@ -100,20 +100,23 @@ def _convert_into(folder: Path, gguf: Path, python: str) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        done = subprocess.run(
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
             [python, convert.__file__, str(gguf), str(work)],
             env=environment,
-            stdout=subprocess.PIPE,
+            stdin=pipe,  # the converter ends when this is closed, as it is when we end
+            stdout=pipe,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            check=False,
-        )
-        if done.returncode != 0:
-            if _NO_SPACE in done.stdout:
+        ) as converter:
+            assert converter.stdout is not None
+            said = converter.stdout.read()
+        if converter.returncode != 0:
+            if _NO_SPACE in said:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            tail = "\n".join(done.stdout.splitlines()[-15:])
-            raise LocalError(f"Converting {gguf} failed (exit {done.returncode}):\n{tail}")
+            tail = "\n".join(said.splitlines()[-15:])
+            raise LocalError(f"Converting {gguf} failed (exit {converter.returncode}):\n{tail}")
         sums = {f.name: _sha256(f) for f in sorted(work.iterdir()) if f.is_file()}
         (work / _CHECKSUMS).write_text(json.dumps(sums, indent=1), "utf-8")
         shutil.rmtree(folder, ignore_errors=True)

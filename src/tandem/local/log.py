@@ -40,6 +40,10 @@ _STAGES = (
 
 LAST_STAGE = _STAGES[-1][0]
 
+_PORT_TAKEN = re.compile(r"Address already in use \(addr='tcp://[^']*:(\d+)'\)")
+_START_BYTES = 256 * 1024
+"""More than an engine writes while it starts."""
+
 
 def mark_restart(name: str, number: int) -> bytes:
     """The line between what a process wrote before it died and what it writes when started again."""
@@ -49,8 +53,15 @@ def mark_restart(name: str, number: int) -> bytes:
 
 def stage(log: Path) -> str:
     """How far an engine's last start has come."""
-    text = _since_start(log, 256 * 1024)
+    text = _since_start(log, _START_BYTES)
     return next(name for name, seen in reversed(_STAGES) if seen.search(text))
+
+
+def taken_port(log: Path) -> int | None:
+    """The port on which an engine's last start could not listen for NIXL, as another program had it. Only a
+    thread ends of that: vLLM waits for it for ever."""
+    found = _PORT_TAKEN.search(_since_start(log, _START_BYTES))
+    return int(found[1]) if found else None
 
 
 def cause_of_death(log: Path) -> str:

@@ -103,6 +103,16 @@ class Found:
         return Found(self.folder, load(self.folder) or self.state, is_running(self.folder))
 
     @property
+    def last_sign(self) -> float:
+        """When anything of it was last written, a line of a log included, in seconds since 1970: of one that
+        was killed, about when it ended."""
+        times = [self.state.since]
+        for file in self.folder.iterdir():
+            with contextlib.suppress(OSError):
+                times.append(file.stat().st_mtime)
+        return max(times)
+
+    @property
     def cause_of_end(self) -> str:
         """Why it ended, of one that does not run."""
         if self.state.cause is not None:

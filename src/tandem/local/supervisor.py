@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 
 from tandem.local import proc
 from tandem.local.errors import LocalError
-from tandem.local.log import keep_small, stage
+from tandem.local.listeners import listener
+from tandem.local.log import keep_small, stage, taken_port
 from tandem.local.process import Process, ProcessSpec
 from tandem.local.reaper import Reaper
 from tandem.local.record import Condition, ProcessState
@@ -27,6 +28,8 @@ test holds a whole idle endpoint below 0.1. An engine deep in a prefill uses a c
 
 Health = Callable[[str], Awaitable[int]]
 """The status with which a process at a URL answers; 0 of one that does not."""
+UseOf = Callable[[Collection[int]], Mapping[int, proc.Use]]
+"""What process groups use; asked of all at once, as it reads of every process of the machine."""
 Tell = Callable[[str], None]
 """Called with a line for a person."""
 
@@ -66,6 +69,15 @@ class Member:
             self._guard.ended(self._process.pid)
             self.state.pid = None
 
+    @property
+    def waits_in_vain(self) -> str | None:
+        """Why an engine that starts will never answer, though it runs; None: it may."""
+        port = taken_port(self.log) if self.state.role != "router" else None
+        if port is None:
+            return None
+        whose = listener(port) or "another program"
+        return f"{self.spec.name} cannot listen on port {port}: it was taken meanwhile ({whose})"
+
     def become(self, state: Condition, doing: str = "") -> bool:
         """Note how it is; whether that is news."""
         before = (self.state.state, self.state.doing)
@@ -99,21 +111,24 @@ class Supervisor:
         hung_after: float,
         more_logs: Sequence[Path] = (),
         health: Health | None = None,
-        cpu_seconds: Callable[[int], float] | None = None,
+        use_of: UseOf = proc.use_of,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`changed` is called after each change of a member's state. A process that neither answers nor works
         for `hung_after` seconds is restarted; 0: never. `more_logs` are kept small with those of the members.
 
-        The rest is for tests: how a process answers, what CPU time a process group has used, the time."""
+        The rest is for tests: how a process answers, what process groups have used, the time."""
         self._members = members
         self._tell = tell
         self._changed = changed
         self._hung_after = hung_after
         self._logs = [*(m.log for m in members), *more_logs]
         self._health = health
-        self._cpu_seconds = cpu_seconds or (lambda group: proc.use_of([group])[group].cpu_seconds)
+        self._use_of = use_of
+        self._used: Mapping[int, proc.Use] = {}
+        self._used_at = 0.0
+        """When that was read."""
         self._clock = clock
         self._sleep = sleep
 
@@ -163,14 +178,17 @@ class Supervisor:
             await asyncio.gather(death, hang, return_exceptions=True)
 
     async def _hang(self, member: Member, health: Health) -> str:
-        """Watch a process that runs; return when it has hung for too long, with what to say of that."""
+        """Watch a process that runs; return when it has hung for too long, or waits in vain, with what to say
+        of that."""
         began = looked = progress = self._clock()
-        used = self._cpu_seconds(member.process.pid)
+        used = self._cpu_seconds(member)
         while True:
-            await self._sleep(_LOOK_STARTING if member.ready_since is None else _LOOK)
-            status = await health(member.state.url)
+            # All look at the same times, so that what they use need be read only once.
+            period = _LOOK_STARTING if member.ready_since is None else _LOOK
+            await self._sleep(period - self._clock() % period)
             now, used_before = self._clock(), used
-            used = self._cpu_seconds(member.process.pid)
+            used = self._cpu_seconds(member)
+            status = await health(member.state.url)
             # While it starts, weights may come from a slow disk: little is enough.
             enough = 0.0 if member.ready_since is None else _WORKS * (now - looked)
             looked = now
@@ -179,12 +197,22 @@ class Supervisor:
             silent = now - progress
             if self._hung_after and silent >= self._hung_after:
                 return f"{member.spec.name} was hung: for {silent:.0f} s it neither answered nor worked"
+            if not status and member.ready_since is None and (why := member.waits_in_vain):
+                return why
             if status == 200 and member.ready_since is None:
                 member.ready_since = now
                 self._tell(
                     f"{member.spec.name} is back after {now - began:.0f} s (restart {member.state.restarts})"
                 )
             self._note(member, silent)
+
+    def _cpu_seconds(self, member: Member) -> float:
+        """What a member has used, as it was less than half a second ago."""
+        group = member.process.pid
+        if group not in self._used or self._clock() - self._used_at >= _LOOK_STARTING / 2:
+            self._used = self._use_of([each.process.pid for each in self._members])
+            self._used_at = self._clock()
+        return self._used[group].cpu_seconds
 
     def _note(self, member: Member, silent: float) -> None:
         """Note how a process is that runs, and that neither answers nor works for `silent` seconds now."""

@@ -55,7 +55,7 @@ _TELLING_LIBFABRIC = {"NIXL_LOG_LEVEL": "INFO"}
 def arguments(plan: Plan, pool: Pool) -> list[str]:
     """The arguments of the model container: the resource's flags, and those that the endpoint needs."""
     args = list(pool.given_args)
-    if not has_flag(pool.args, "--port"):
+    if _is_vllm(plan) and not has_flag(pool.args, "--port"):
         args += ["--port", str(plan.port)]
     if plan.routed:  # so it is vLLM
         args += _model(plan, pool)
@@ -74,6 +74,13 @@ def arguments(plan: Plan, pool: Pool) -> list[str]:
             raise RenderError(str(error)) from None
         args = [*without(args, [KV_EVENTS]), KV_EVENTS, config]
     return args
+
+
+def _is_vllm(plan: Plan) -> bool:
+    """Whether flags of vLLM can be added. A worker without a router, a command and flags may be any server:
+    its image says what is started, and arguments of ours would be in the place of that."""
+    worker = plan.spec.worker
+    return bool(plan.routed or plan.lmcache_colocated or worker.command or worker.args)
 
 
 def _model(plan: Plan, pool: Pool) -> list[str]:

@@ -27,6 +27,9 @@ ROUTING_SERVICE_PORT = 443
 """Plain HTTP, as on HyperPod."""
 NOTIFY_PORT = 7500
 """Where a router takes the notifications of LMCache's prefillers (`pd_proxy_port`)."""
+API_KEYS_FOLDER = "/etc/tandem/api-keys"
+API_KEYS_FILE = "keys.yaml"
+"""In a Secret, and where the router reads it."""
 
 WEBHOOK = "tandem-inferenceendpointconfigs"
 """The ValidatingWebhookConfiguration that is installed with the operator."""

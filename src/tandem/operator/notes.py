@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.engine import has_flag
-from tandem.operator import model_files, scaling
+from tandem.operator import model_files, scaling, sizes
 from tandem.operator.engines import TRANSFER, own_transfer
 from tandem.operator.plan import Plan
+from tandem.operator.pools import Pool
 from tandem.operator.wishes import instance_types, section
 
 
@@ -50,11 +51,26 @@ def _caches(plan: Plan) -> Iterator[str]:
 
 def _interfaces(plan: Plan) -> Iterator[str]:
     types = instance_types(plan.spec)
-    if plan.disaggregated and types and not any(map(plan.efa, plan.pools)):
-        yield (
-            f"EFA: no interfaces are asked for, as those of {', '.join(types)} are not known; KV goes over "
-            "UCX. Name vpc.amazonaws.com/efa in the roles' resources to use them"
-        )
+    if not plan.disaggregated or not types or plan.nixl_backend == "LIBFABRIC":
+        return
+    without = [pool for pool in plan.pools if not plan.efa(pool)]
+    if said := [pool.component for pool in without if pool.efa == 0]:
+        yield f"EFA: none for the {' and '.join(said)} engines, as their resources say; KV goes over UCX"
+        return
+    yield (
+        f"EFA: no interfaces are asked for, as {_why_none(types, without)}; KV goes over UCX. Name "
+        "vpc.amazonaws.com/efa in the roles' resources to use them"
+    )
+
+
+def _why_none(types: tuple[str, ...], without: list[Pool]) -> str:
+    unknown = [name for name in types if name not in sizes.INSTANCES]
+    if unknown:
+        return f"those of {', '.join(unknown)} are not known"
+    if any(pool.gpus < 1 for pool in without):
+        return "they go with GPUs, of which a role asks for none"
+    each = ", ".join(f"{name} has {sizes.INSTANCES[name].efa}" for name in types)
+    return f"the types differ ({each})"
 
 
 def _command(plan: Plan) -> Iterator[str]:

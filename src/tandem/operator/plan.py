@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tandem.api import Endpoint, Role, Spec
-from tandem.api.annotations import parse_annotations
+from tandem.api.annotations import PREFIX, parse_annotations
 from tandem.api.quantities import HUGE_PAGES
 from tandem.engine import (
     KV_LEASE_SECONDS,
@@ -63,6 +63,8 @@ class Plan:
     step_tokens: int | None
     """Tokens that LMCache's prefillers compute in one step."""
     times: sizes.Times
+    api_keys_secret: str | None
+    """The Secret with the router's API keys."""
 
     @property
     def spec(self) -> Spec:
@@ -150,7 +152,13 @@ def plan(endpoint: Endpoint, settings: Settings) -> Plan:
         buffer=None,
         step_tokens=None,
         times=sizes.times(_context(found)),
+        api_keys_secret=extensions.api_keys_secret,
     )
+    if made.api_keys_secret is not None and not made.routed:
+        where = f"metadata.annotations[{PREFIX}api-keys-secret]"
+        raise RenderError(
+            f"{where}: is for a router, and there is none; set spec.intelligentRoutingSpec.enabled"
+        )
     made = _with_lmcache(made) if made.lmcache_pd else made
     _require_free_port(made)
     return made

@@ -48,6 +48,8 @@ def router_config(plan: Plan) -> RouterConfig:
         **_counting(plan),
         **_limits(plan.spec.worker.request_limits),
     }
+    if plan.api_keys_secret is not None:
+        known["api_keys_file"] = f"{names.API_KEYS_FOLDER}/{names.API_KEYS_FILE}"
     if plan.spec.pd_spec is not None:
         known |= {
             "connector": plan.connector.name,

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tandem.http import Request, Responder
+from tandem.router.answer import Answer
 from tandem.router.budgets import Budgets
 from tandem.router.choosing import Choosing, FallBack
 from tandem.router.discovery import Source
@@ -138,7 +139,7 @@ class Admin:
         engines count prompts, one counts this.
 
         Raises ApiError as the request itself would get it."""
-        job = await self._flow.accept(request, responder, None)
+        job = await self._flow.accept(request, Answer(responder), None)
         job.explain = True
         await self._choosing.decide(job)
         waits = False

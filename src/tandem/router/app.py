@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tandem.config import DECODING_PATH, RouterConfig, without_effect
-from tandem.http import Client, Handler, Request, Responder, Server, serve
+from tandem.http import Client, Request, Responder, Server
 from tandem.prompt import PromptCounter
 from tandem.router.admin import Admin
 from tandem.router.budgets import Budgets
@@ -27,17 +28,22 @@ from tandem.router.counting import Counter
 from tandem.router.counting_process import CountingProcess
 from tandem.router.discovery import Discovery, MergedDiscovery
 from tandem.router.discovery.configured import discovery as discovery_of
-from tandem.router.errors import ApiError
+from tandem.router.engine_authorization import EngineAuthorization
+from tandem.router.errors import ApiError, Unauthorized
 from tandem.router.fleet import Fleet
 from tandem.router.flow import Flow
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
+from tandem.router.headers import request_id
+from tandem.router.keys import Caller, KeyFile, KeyStore
 from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
+from tandem.router.listening import listen, listening
 from tandem.router.local_counter import load_counter
 from tandem.router.metrics import Metrics
 from tandem.router.model_files import ModelFiles
 from tandem.router.notifications import Notifications
+from tandem.router.piecewise import piecewise
 from tandem.router.reading import Reading
 from tandem.router.strategies import DecoderLoad, DecoderScore, KvAware, make
 from tandem.router.waiting import Line
@@ -60,10 +66,12 @@ class App:
         private: bool = False,
         invocation_path: str = "/invocations",
         unknown: Callable[[], str | None] = lambda: None,
+        keys: KeyStore | None = None,
     ) -> None:
         """`served`: the names of models that requests may use; none: all. `private`: what names engines is
         left to the admin port. `invocation_path`: where a request's body says which API it is for.
-        `unknown`: why too little is known of what engines there are to be ready, if so."""
+        `unknown`: why too little is known of what engines there are to be ready, if so. `keys`: who may
+        call; None: everybody."""
         self._served = frozenset(served)
         self.fleet = fleet
         self._private = private
@@ -73,13 +81,13 @@ class App:
         """What is known of engines' caches by their events; None unless the strategy is kvaware."""
         self._flow = flow
         self._metrics = metrics
+        self._keys = keys
         self._pages: dict[str, Callable[[Responder], None]] = {
             "/health": self._health,
             "/ready": self._ready,
             DECODING_PATH: self._decoding,
             "/ping": self._ready,
             "/metrics": self._render_metrics,
-            "/v1/models": self._models,
         }
         if private:
             del self._pages["/metrics"]
@@ -87,21 +95,37 @@ class App:
         self.draining = False
 
     async def __call__(self, request: Request, responder: Responder) -> None:
-        # No path here has an escape; one that needs decoding first might mean another to a proxy in front.
-        escaped = b"%" in request.target.partition(b"?")[0]
+        # What needs decoding first (escapes, an absolute URL) might mean another path to a proxy in front.
+        escaped = request.target.partition(b"?")[0] != request.path.encode()
         generates = request.path in self._generation and not escaped
-        page = self._pages.get(request.path) if not escaped else None
+        caller: Caller | None = None
+        if self._keys is not None and (request.path.startswith("/v1/") or request.path in self._generation):
+            try:
+                caller = self._keys.caller(request.header(b"authorization"))
+            except Unauthorized as error:
+                self._turn_away(request, responder, error)
+                return
+        page = self._page(request.path, caller) if not escaped else None
         if generates and request.method == "POST":
-            await self._flow.serve(request, responder, self._generation[request.path])
+            await self._flow.serve(request, responder, self._generation[request.path], caller)
         elif page is not None and request.method in ("GET", "HEAD"):
             page(responder)
         else:
             allow = [b"POST"] * generates + [b"GET, HEAD"] * (page is not None)
             self._refuse(request, responder, allow=b", ".join(allow))
 
+    def _page(self, path: str, caller: Caller | None) -> Callable[[Responder], None] | None:
+        return partial(self._models, caller) if path == "/v1/models" else self._pages.get(path)
+
+    def _turn_away(self, request: Request, responder: Responder, error: Unauthorized) -> None:
+        rid = request_id(request)
+        logger.info("%s from %s ends with HTTP 401: %s", rid, request.client, error.message)
+        responder.send(401, [*error.headers(), (b"x-request-id", rid.encode())], error.body())
+
     def _refuse(self, request: Request, responder: Responder, *, allow: bytes) -> None:
         if not allow:
-            error = ApiError(404, f"There is no {request.path} here.", kind="not_found_error")
+            path = request.target.partition(b"?")[0].decode("latin-1")
+            error = ApiError(404, f"There is no {path} here.", kind="not_found_error")
             responder.send(404, error.headers(), error.body())
         else:
             error = ApiError(405, f"{request.path} does not take {request.method}.")
@@ -128,8 +152,10 @@ class App:
     def _render_metrics(self, responder: Responder) -> None:
         responder.send(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._metrics.render())
 
-    def _models(self, responder: Responder) -> None:
+    def _models(self, caller: Caller | None, responder: Responder) -> None:
         cards = [card for card in self.fleet.models if not self._served or card["id"] in self._served]
+        if caller is not None:
+            cards = [card for card in cards if caller.may_use(card["id"])]
         responder.send(200, [_JSON], msgspec.json.encode({"object": "list", "data": cards}))
 
 
@@ -144,9 +170,13 @@ async def running(
     """A router at work inside the block; drained and closed after it.
 
     `local` counts prompts (None: engines do).
-    `waiting_interval`: seconds between two looks at an engine that is not ready yet."""
+    `waiting_interval`: seconds between two looks at an engine that is not ready yet.
+
+    Raises ValueError, which names the flag, for a file of keys that cannot be used."""
+    keys = KeyFile(config.api_keys_file) if config.api_keys_file is not None else None
+    authorization = EngineAuthorization(config)
     connector = _connector(config)
-    client = Client()
+    client = Client(keep_alive=config.engine_keep_alive)
     fleet = Fleet(
         suspect_after=config.suspect_after,
         survives_decoder_restart=connector.survives_decoder_restart,
@@ -155,7 +185,7 @@ async def running(
         clock=asyncio.get_running_loop().time,
         defer=asyncio.get_running_loop().call_later,
     )
-    legs = Legs(client, config)
+    legs = Legs(client, config, authorization)
     names_tokenizer = bool(config.model_path or config.tokenizer)
     process = CountingProcess(config) if local and names_tokenizer and config.count_in_process_bytes else None
     counter = Counter(local, legs, fleet, process, config.count_in_process_bytes, config.counted_model)
@@ -168,13 +198,13 @@ async def running(
         connector, legs, fleet, notifications, notification_timeout=config.notification_timeout
     )
     gate = Gate(config, fleet)
-    made = make(config)
+    made = make(config, piecewise)
     knowledge: Knowledge | None = None
     if made.index is not None and isinstance(made.strategy, KvAware):
         knowledge = Knowledge(fleet, made.index, made.strategy)
     source = discovery or discovery_of(config)
     merged = source if isinstance(source, MergedDiscovery) else MergedDiscovery({})
-    metrics = Metrics(fleet, gate, budgets, line, handovers, knowledge, merged.sources)
+    metrics = Metrics(fleet, gate, budgets, line, handovers, knowledge, merged.sources, keys)
     decoders = DecoderScore(lambda e: DecoderLoad(e.held_tokens, e.kv_use, budgets.share(e)), made.prefixes)
     choosing = Choosing(config, fleet, counter, connector, budgets, made.strategy, decoders)
     reading = Reading()
@@ -187,6 +217,7 @@ async def running(
         private=config.admin_port is not None,
         invocation_path=config.invocation_path,
         unknown=lambda: merged.missing,
+        keys=keys.store if keys is not None else None,
     )
     app.knowledge = knowledge
     admin = Admin(
@@ -228,11 +259,14 @@ async def running(
         stack.push_async_callback(handovers.aclose)
         if files is not None:
             await stack.enter_async_context(_background(files.run()))
+        if keys is not None:
+            await stack.enter_async_context(_background(keys.follow()))
+        await stack.enter_async_context(_background(authorization.follow()))
         await stack.enter_async_context(_background(prober.run()))
         if config.admin_port is not None:
-            app.admin = await _listen(admin, "--admin-", config.admin_host, config.admin_port)
+            app.admin = await listen(admin, "--admin-", config.admin_host, config.admin_port)
             stack.push_async_callback(app.admin.close)
-        server = await _listen(app, "--", config.host, config.port)
+        server = await stack.enter_async_context(listening(config, app))
         try:
             yield server, app
         finally:
@@ -244,14 +278,6 @@ async def running(
                     logger.warning("not every answer was finished within %g s", config.drain_timeout)
             finally:
                 await server.close()
-
-
-async def _listen(handler: Handler, flags: str, host: str, port: int) -> Server:
-    """Raises OSError that names the flags of the place: those that begin so."""
-    try:
-        return await serve(handler, host, port)
-    except OSError as error:
-        raise OSError(f"{flags}host {host} {flags}port {port}: cannot listen there: {error}") from error
 
 
 @asynccontextmanager
@@ -291,7 +317,8 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
         loop.add_signal_handler(number, stop.set)
     async with running(config, local) as (server, app):
         host = f"[{config.host}]" if ":" in config.host else config.host
-        logger.info("listening on http://%s:%d", host, server.port)
+        scheme = "http" if config.tls_certificate is None else "https"
+        logger.info("listening on %s://%s:%d", scheme, host, server.port)
         if app.admin is not None:
             logger.info("admin port: http://%s:%d", config.admin_host, app.admin.port)
         logger.info(

@@ -101,9 +101,10 @@ class Body:
             return None
         return value.count(b",") + 1 if value.strip(b"[] \t\r\n") else 0
 
-    def renamed(self, model: str) -> Body:
-        """The same request for another model."""
-        raw = {**self._raw, "model": msgspec.Raw(_encode.encode(model))}
+    def replaced(self, name: str, value: str) -> Body:
+        """The same request with another value of a field that neither its facts nor its prompt's tokens
+        depend on."""
+        raw = {**self._raw, name: msgspec.Raw(_encode.encode(value))}
         return Body(raw, self.data, self.facts)
 
     def _is_large(self, name: str) -> bool:

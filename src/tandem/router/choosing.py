@@ -92,7 +92,8 @@ class Choosing:
         if not self.group(job).decoders:
             raise self.not_ready(job)
         matters = decode_only is None and threshold > 0 and self.group(job).prefillers_exist
-        if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all):
+        metered = job.caller is not None and job.caller.metered
+        if decode_only not in UNCOUNTED and (matters or job.explain or self._counts_all or metered):
             try:
                 job.prompt = await self._counter.count(job.api, job.body)
             except OverContext:
@@ -251,10 +252,10 @@ class Choosing:
     def _session(self, job: Job) -> str | None:
         for name in self._session_headers:
             if value := job.request.header(name):
-                return value.decode("latin-1")
+                return _own(value.decode("latin-1"), job)
         if self._config.session_field is not None:
             named = job.body.get(self._config.session_field)
-            return named if isinstance(named, str) and named else None
+            return _own(named, job) if isinstance(named, str) and named else None
         return None
 
     def _log_choices(self, job: Job) -> None:
@@ -270,3 +271,8 @@ class Choosing:
                         choice.hit_tokens,
                         scores(choice),
                     )
+
+
+def _own(session: str, job: Job) -> str:
+    """A session's name among those of all keys: another key's session of that name is another one."""
+    return session if job.caller is None else f"{job.caller.name}\0{session}"

@@ -76,14 +76,15 @@ class Decoding:
         if not (reply.status == 200 or 400 <= reply.status < 500):
             raise LegFailed(decoder, "status", f"{decoder.url} answered HTTP {reply.status}", reply)
         if reply.status == 200:
-            wrong, output_tokens = judge(reply.body)
+            wrong, usage = judge(reply.body)
             if wrong is not None:
                 raise LegFailed(decoder, "in_band_error", f"{decoder.url} answered 200 with {wrong}")
-            if output_tokens:  # else it has not said
-                self._outputs.seen(output_tokens)
+            if usage.generated:  # else it has not said
+                self._outputs.seen(usage.generated)
+            job.scan, job.usage = None, usage
         if reply.status == 200 and handover is not None:
             handover.taken()
-        job.responder.send(reply.status, reply.headers, reply.body)
+        job.answer.send(reply.status, reply.headers, reply.body)
         return "ok" if reply.status == 200 else "rejected"
 
     async def _relay(
@@ -102,7 +103,7 @@ class Decoding:
                 self._metrics.handoff.observe(now - leg.sent)
 
         relay = StreamRelay(
-            job.responder,
+            job.answer,
             response,
             headers,
             silent_events=1 if job.api is Api.CHAT else 0,
@@ -110,22 +111,23 @@ class Decoding:
             observe_gap=self._metrics.itl.labels(job.path).observe,
             clock=self._clock,
         )
+        job.scan = relay.scan
         response.idle_timeout = leg.patience
         await response.relay(relay)
         relay.end()
         scan = relay.scan
-        if not job.responder.started:
+        if not job.answer.started:
             said = scan.error or scan.finish_reason or "no answer"
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
         if scan.done and scan.error is None and scan.finish_reason is None:
-            job.responder.finish()
+            job.answer.finish()
             self._outputs.seen(scan.events)  # about as many as tokens
             return "ok"
         if scan.error is None:
             why = scan.finish_reason or "no [DONE]"
             raise LegFailed(decoder, "in_band_error", f"{decoder.url} ended its answer early ({why})")
         self._metrics.leg_failures.labels("decode", "in_band_error").inc()
-        job.responder.abort()  # the engine's own error event has been relayed
+        job.answer.break_off()  # the engine's own error event has been relayed
         return "failed"
 
     def _explanation(self, job: Job, decoder: Engine) -> Headers:

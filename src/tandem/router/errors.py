@@ -55,6 +55,24 @@ def bad_gateway(message: str) -> ApiError:
     return ApiError(502, message, kind="engine_error")
 
 
+class Unauthorized(ApiError):
+    """A request without a key that is known here; `given`: it has one."""
+
+    def __init__(self, message: str, *, given: bool) -> None:
+        super().__init__(401, message, code="invalid_api_key")
+        self._challenge = b'Bearer error="invalid_token"' if given else b"Bearer"
+
+    def headers(self) -> Headers:
+        return [*super().headers(), (b"www-authenticate", self._challenge)]
+
+
+class OverLimit(ApiError):
+    """More than a key may use. `kind`, as OpenAI has it: `requests` or `tokens`."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: int) -> None:
+        super().__init__(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
 class TooManyRequests(ApiError):
     """More requests than the endpoint's limits allow. The body is HyperPod's: `error` is a string, and the
     numbers stand beside it."""

@@ -20,19 +20,21 @@ from contextlib import contextmanager
 
 from tandem.config import RouterConfig
 from tandem.http import Request, Responder
+from tandem.router.answer import Answer
 from tandem.router.body import Body
 from tandem.router.choosing import Choosing, FallBack, Pair
 from tandem.router.classify import Api, refuse_internal
 from tandem.router.connectors import PrefillFailed
 from tandem.router.decoding import Decoding
 from tandem.router.engines import Engine, EngineRole, State
-from tandem.router.errors import ApiError, TooManyRequests, bad_gateway, unavailable
+from tandem.router.errors import ApiError, OverLimit, TooManyRequests, bad_gateway, unavailable
 from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handover, Handovers
 from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
 from tandem.router.invocations import invoked
 from tandem.router.job import Job, Path, Reason
+from tandem.router.keys import Caller
 from tandem.router.legs import LegFailed, Legs
 from tandem.router.metrics import Metrics
 from tandem.router.reading import Reading
@@ -73,62 +75,86 @@ class Flow:
         self._fallbacks = 0
         self._fallback_tokens = 0
 
-    async def serve(self, request: Request, responder: Responder, api: Api | None) -> None:
-        """Answer one generation request, whatever happens to it. `api`: None where its body says which."""
+    async def serve(
+        self, request: Request, responder: Responder, api: Api | None, caller: Caller | None = None
+    ) -> None:
+        """Answer one generation request, whatever happens to it. `api`: None where its body says which.
+        `caller`: whose it is, where there are API keys."""
         rid = request_id(request)
+        answer = Answer(responder)
         job: Job | None = None
-        admitted, outcome = False, "failed"
+        admitted = limited = False
+        outcome = "failed"
         try:
-            job = await self.accept(request, responder, api, rid)
+            if caller is not None:
+                caller.begin()
+            job = await self.accept(request, answer, api, rid, caller)
             async with self._gate.passing():
                 admitted = True
                 self._retries.request()
-                await self._choosing.decide(job)
-                outcome = await self._generate(job)
+                heartbeat = self._config.heartbeat if job.body.get("stream") is True else None
+                with answer.beating(heartbeat, [_id_field(rid)]):
+                    await self._choosing.decide(job)
+                    if caller is not None:
+                        caller.prompt(job.prompt.tokens)
+                    outcome = await self._generate(job)
         except asyncio.CancelledError:
             outcome = "client_left"
             raise
         except ApiError as error:
             outcome = "rejected" if error.status < 500 or isinstance(error, TooManyRequests) else "failed"
+            limited = isinstance(error, OverLimit)
             said = "it is told why; that may quote the prompt" if error.quotes else error.message
             logger.warning("%s ends with HTTP %d: %s", rid, error.status, said)
-            if responder.started:
-                responder.write(error.event())
-                responder.abort()
+            if answer.started:
+                answer.break_off(error.event())
             else:
-                headers = [*error.headers(), (b"x-request-id", rid.encode())]
-                responder.send(error.status, headers, error.body())
+                answer.send(error.status, [*error.headers(), _id_field(rid)], error.body())
         finally:
-            path, reason = _labels(job, admitted)
+            path, reason = ("none", "limit") if limited else _labels(job, admitted)
             self._metrics.requests.labels(path, reason, outcome).inc()
-            if job is not None and job.prompt.tokens is not None:
+            if caller is not None:
+                caller.end(*_used(job, left=outcome == "client_left"))
+            if job is not None and job.prompt.tokens is not None and not limited:
                 self._metrics.prompt_tokens.labels(path).inc(job.prompt.tokens)
 
-    async def accept(self, request: Request, responder: Responder, api: Api | None, rid: str = "-") -> Job:
+    async def accept(
+        self,
+        request: Request,
+        answer: Answer,
+        api: Api | None,
+        rid: str = "-",
+        caller: Caller | None = None,
+    ) -> Job:
         """Read a request. Raises ApiError for one that may not be served."""
         arrived = self._clock()
         body = await self._reading.read(request.body)
         refuse_internal(body, request.headers)
         if api is None:
             api, body = invoked(request, body)
-        model = self._check_model(body)
+        model = self._check_model(body, caller)
+        if caller is not None:
+            body = caller.salted(body)
         return Job(
             request=request,
-            responder=responder,
+            answer=answer,
             api=api,
             body=body,
             id=rid,
             arrived=arrived,
             explain=self._config.explain and request.header(b"x-tandem-explain") == b"1",
             model=model,
+            caller=caller,
             longest=self._fleet.group(model).max_model_len,
         )
 
-    def _check_model(self, body: Body) -> str | None:
+    def _check_model(self, body: Body, caller: Caller | None) -> str | None:
         """The model that a request names, if any."""
         model = body.get("model")
         if not isinstance(model, str | None):
             raise ApiError(400, "The field 'model' must be a string.", param="model")
+        if caller is not None:
+            caller.check_model(model)
         told = self._fleet.names
         known = self._served or told
         if model is None and self._fleet.parted:
@@ -249,7 +275,7 @@ class Flow:
         # A long prompt on a decoder stalls that decoder's streams, so only a few may be there at once.
         if not self._may_fall_back(job):
             if (said := job.rejection) is not None:
-                job.responder.send(said.status, to_client(said.headers, job.id), said.body)
+                job.answer.send(said.status, to_client(said.headers, job.id), said.body)
                 return "rejected"
             raise unavailable(
                 "No prefill engine can take this prompt, and decode engines compute as many long prompts "
@@ -304,7 +330,7 @@ class Flow:
             outcome = await self._decoding.run(job, decoder, handover, first)
         except LegFailed as failure:
             self._note_failure(job, failure)
-            if job.responder.started:
+            if job.answer.started:
                 raise bad_gateway(
                     f"The answer broke off: the {decoder.kind} failed ({failure.reason})."
                 ) from None
@@ -357,13 +383,17 @@ class Flow:
         """The last failure is final: the engine's own error where it gave one."""
         if failure.reply is None:
             raise bad_gateway(f"The {failure.engine.kind} failed ({failure.reason}).")
-        job.responder.send(failure.reply.status, failure.reply.headers, failure.reply.body)
+        job.answer.send(failure.reply.status, failure.reply.headers, failure.reply.body)
         return "failed"
 
     def _log_routing(self, job: Job, target: str, seconds: float) -> None:
         logger.info(
             "Routing request %s to %s at %.3f, process time = %.4f", job.id, target, time.time(), seconds
         )
+
+
+def _id_field(rid: str) -> tuple[bytes, bytes]:
+    return b"x-request-id", rid.encode()
 
 
 def _labels(job: Job | None, admitted: bool) -> tuple[str, str]:
@@ -373,3 +403,18 @@ def _labels(job: Job | None, admitted: bool) -> tuple[str, str]:
     if not admitted:
         return "none", "queue"
     return ("none" if job.reason == Reason.UNDECIDED else job.path), job.reason
+
+
+def _used(job: Job | None, *, left: bool) -> tuple[int, int]:
+    """Tokens of prompt and answer that a request is charged for: none where it got no answer, unless its
+    client has left meanwhile."""
+    if job is None or not (left or job.answer.status == 200):
+        return 0, 0
+    usage = job.used()
+    if job.prompt.tokens is not None:
+        return job.prompt.tokens, usage.generated or 0
+    prompt = usage.prompt
+    if prompt is None:
+        metered = job.answer.started and job.caller is not None and job.caller.metered
+        prompt = job.most_tokens if metered else 0
+    return prompt, usage.generated or 0

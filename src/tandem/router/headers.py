@@ -14,17 +14,21 @@ _REQUEST_ONLY = frozenset({b"accept-encoding", b"content-type", b"x-request-id"}
 _RESPONSE_ONLY = frozenset({b"server", b"date", b"x-request-id"})
 # Spoken between the router and its clients; of engines nobody's.
 _OURS = b"x-tandem-"
+# Whether a page of another origin may read an answer is the router's to say; vLLM says yes to all.
+_NOT_THE_ENGINES = (_OURS, b"access-control-")
 
 RANK = b"x-data-parallel-rank"
 """By which vLLM is told which of an engine's ranks is to take a request."""
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+# In an id, vLLM's P2P connector looks for addresses to fetch KV from.
+_ADDRESS_IN_ID = b"_addr_"
 
 
 def request_id(request: Request) -> str:
     """The client's own request id where it is usable as one, else a fresh one."""
     given = request.header(b"x-request-id")
-    if given is not None and _ID.fullmatch(given):
+    if given is not None and _ID.fullmatch(given) and _ADDRESS_IN_ID not in given:
         return given.decode()
     return uuid.uuid4().hex
 
@@ -53,11 +57,11 @@ def to_engine(request: Request, engine_id: str, rank: int | None = None) -> Head
 
 def to_client(headers: Headers, request_id: str) -> Headers:
     """An answer's headers: the engine's end-to-end headers, with the client's id. What begins with
-    `x-tandem-` is said by the router alone."""
+    `x-tandem-` or `access-control-` is said by the router alone."""
     relayed = [
         (name, value)
         for name, value in end_to_end(headers)
-        if name not in _RESPONSE_ONLY and not name.startswith(_OURS)
+        if name not in _RESPONSE_ONLY and not name.startswith(_NOT_THE_ENGINES)
     ]
     relayed.append((b"x-request-id", request_id.encode()))
     return relayed

@@ -25,7 +25,7 @@ def invoked(request: Request, body: Body) -> tuple[Api, Body]:
         )
     api = _api(request, body)
     model = request.header(ADAPTER_HEADER)
-    return api, body.renamed(model.decode("latin-1")) if model else body
+    return api, body.replaced("model", model.decode("latin-1")) if model else body
 
 
 def _api(request: Request, body: Body) -> Api:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.http import Request, Responder
+from tandem.http import Request, StreamScan
+from tandem.router.answer import Answer
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.engines import Engine
+from tandem.router.keys import Caller
 from tandem.router.legs import Reply
+from tandem.router.reported import NO_USAGE, Usage
 from tandem.router.strategies import Choice, Prompt
 
 
@@ -43,7 +46,7 @@ class Reason(StrEnum):
 @dataclass(slots=True)
 class Job:
     request: Request
-    responder: Responder
+    answer: Answer
     api: Api
     body: Body
     id: str
@@ -58,6 +61,8 @@ class Job:
     prefill_seconds: float | None = None
     model: str | None = None
     """The model that it names."""
+    caller: Caller | None = None
+    """Whose it is; None: there are no API keys."""
     effective_tokens: int | None = None
     """What was compared with the threshold; None: not counted."""
     expected_output: int = 0
@@ -70,6 +75,10 @@ class Job:
     """Decode legs sent so far."""
     longest: int | None = None
     """Tokens of the longest prompt that an engine takes."""
+    scan: StreamScan | None = None
+    """What is seen of its answer, where that is streamed."""
+    usage: Usage = NO_USAGE
+    """What an answer that is not streamed says of its tokens."""
     rejection: Reply | None = None
     """A prefiller's answer that the request itself is at fault."""
     failed_prefillers: set[Engine] = field(default_factory=set)
@@ -84,6 +93,21 @@ class Job:
             return self.prompt.tokens
         most = len(self.request.body)
         return most if self.longest is None else min(most, self.longest)
+
+    @property
+    def most_tokens(self) -> int:
+        """What all its prompts have at most, where it has several."""
+        return len(self.request.body) if self.reason == "prompt_list" else self.tokens
+
+    def used(self) -> Usage:
+        """What its answer says of its tokens. A stream that does not say has about as many as events."""
+        if self.scan is None:
+            return self.usage
+        told = Usage.of(self.scan.usage)
+        if told.generated is not None:
+            return told
+        silent = 1 if self.api is Api.CHAT else 0  # the role comes in one of its own
+        return Usage(told.prompt, max(0, self.scan.events - silent))
 
     @property
     def max_tokens(self) -> int | None:

@@ -20,6 +20,7 @@ from tandem.http import (
     Response,
     UpstreamClosed,
 )
+from tandem.router.engine_authorization import EngineAuthorization
 from tandem.router.engines import Engine
 
 # An answer that is read whole (a prefill reply, a non-streamed completion) may not be larger than this.
@@ -85,9 +86,13 @@ class _ErrorReply(msgspec.Struct):
 
 
 class Legs:
-    def __init__(self, client: Client, config: RouterConfig) -> None:
+    def __init__(
+        self, client: Client, config: RouterConfig, authorization: EngineAuthorization | None = None
+    ) -> None:
+        """`authorization`: the configuration's by default."""
         self._client = client
         self._config = config
+        self._authorization = authorization or EngineAuthorization(config)
 
     @asynccontextmanager
     async def open(
@@ -113,13 +118,17 @@ class Legs:
                 engine.origin,
                 method,
                 path.encode(),
-                headers,
+                self._authorization.applied(headers),
                 body,
                 connect_timeout=self._config.connect_timeout,
                 head_timeout=head_timeout,
                 idle_timeout=self._config.stream_idle_timeout if idle_timeout is None else idle_timeout,
                 retry=resend,
             ) as response:
+                if response.status == 401 and not self._authorization.passes:
+                    # It is not the client whom it does not know.
+                    what = f"{engine.url}{path} answered HTTP 401: {self._authorization.missing}"
+                    raise LegFailed(engine, "unauthorized", what)
                 yield response
         except HTTPClientError as error:
             cause = next((c for kind, c in _CAUSES.items() if isinstance(error, kind)), "protocol")
@@ -152,7 +161,8 @@ class Legs:
             answer = await response.read(MAX_REPLY_BYTES)
             if response.status != 200:
                 reply = Reply(response.status, response.headers, answer)
-                raise LegFailed(
-                    engine, "status", f"{engine.url}{path} answered HTTP {response.status}", reply
-                )
+                what = f"{engine.url}{path} answered HTTP {response.status}"
+                if response.status == 401:  # to the router itself, or to a client's own key
+                    what += f": {self._authorization.missing}"
+                raise LegFailed(engine, "status", what, reply)
             return answer

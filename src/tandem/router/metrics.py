@@ -32,9 +32,10 @@ class Metrics:
         handovers: Handovers,
         knowledge: Collector | None = None,
         sources: Callable[[], list[Source]] = list,
+        keys: Collector | None = None,
     ) -> None:
         """`knowledge`: what is to be told of the KV index. `sources`: how it stands with the sources of
-        engines."""
+        engines. `keys`: what is to be told of API keys."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
@@ -84,6 +85,8 @@ class Metrics:
         self.registry.register(_Engines(fleet, budgets))
         if knowledge is not None:
             self.registry.register(knowledge)
+        if keys is not None:
+            self.registry.register(keys)
         self.registry.register(_Waiting(gate, line, handovers))
         self.registry.register(_Sources(sources))
 

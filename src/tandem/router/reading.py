@@ -25,8 +25,10 @@ LARGE = 64 * 1024
 HELP = 2**20
 """Bytes of a body that is read here all the same while there is no process."""
 
-# As urgent as the router itself: every large request waits for it.
-_COMMAND = command("tandem.router.reading_worker", "0")
+_NICE = "5"
+"""More urgent than counting, as every large request waits for it; less than the router, as all streams do."""
+
+_COMMAND = command("tandem.router.reading_worker", _NICE)
 _FACTS = msgspec.json.Decoder(Facts)
 
 

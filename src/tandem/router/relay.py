@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from tandem.http import Headers, Responder, Response, StreamScan
-from tandem.router.reported import count
+from tandem.router.answer import Answer
+from tandem.router.reported import Usage
 
 
 class _Choice(msgspec.Struct):
@@ -25,20 +26,19 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
-def judge(body: bytes) -> tuple[str | None, int]:
+def judge(body: bytes) -> tuple[str | None, Usage]:
     """Why a whole answer with status 200 is none (broken off, an error, or an aborted choice), or None; and
-    how many tokens were generated, 0 where that is not said in earnest."""
+    what it says of its tokens."""
     try:
         answer = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "a body that is not a whole answer", 0
+        return "a body that is not a whole answer", Usage()
     if bytes(answer.error) != b"null":
-        return "an error", 0
+        return "an error", Usage()
     if not answer.choices:
-        return "no choice", 0
+        return "no choice", Usage()
     ended = {choice.finish_reason for choice in answer.choices} & {"abort", "error"}
-    tokens = count(answer.usage.get("completion_tokens")) if isinstance(answer.usage, dict) else None
-    return (f"finish_reason {ended.pop()}" if ended else None), tokens or 0
+    return (f"finish_reason {ended.pop()}" if ended else None), Usage.of(answer.usage)
 
 
 _HELD_BYTES = 64 * 1024
@@ -54,6 +54,7 @@ class StreamRelay:
     """
 
     __slots__ = (
+        "_answer",
         "_clock",
         "_headers",
         "_held",
@@ -68,7 +69,7 @@ class StreamRelay:
 
     def __init__(
         self,
-        responder: Responder,
+        answer: Answer,
         response: Response,
         headers: Headers,
         *,
@@ -77,7 +78,8 @@ class StreamRelay:
         observe_gap: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._responder = responder
+        self._answer = answer
+        self._responder: Responder | None = None
         self._response = response
         self._headers = headers
         self._silent_events = silent_events
@@ -85,13 +87,13 @@ class StreamRelay:
         self._observe_gap = observe_gap
         self._clock = clock
         self._held = b""
-        self._last: float | None = None
+        self._last = 0.0
         self.scan = StreamScan()
 
     def __call__(self, data: bytes) -> None:
         now = self._clock()
         self.scan.feed(data)
-        if self._last is not None:
+        if self._responder is not None:
             self._observe_gap(now - self._last)
             self._last = now
             self._responder.write(data)
@@ -105,13 +107,12 @@ class StreamRelay:
     def end(self) -> None:
         """The body is whole: what is still held goes out, unless it is an error."""
         self.scan.end()
-        if self._last is None and self.scan.done and not (self.scan.error or self.scan.finish_reason):
+        if self._responder is None and self.scan.done and not (self.scan.error or self.scan.finish_reason):
             self._start(self._clock())
 
     def _start(self, now: float) -> None:
         self._last = now
-        self._responder.attach(self._response)
-        self._responder.start(self._response.status, self._headers)
+        self._responder = self._answer.start(self._response.status, self._headers, self._response)
         self._responder.write(self._held)
         self._held = b""
         self._on_first(now)

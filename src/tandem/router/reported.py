@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 MOST_TOKENS = 100_000_000
 """Of one prompt, answer or context: ten times the longest context known."""
 
@@ -18,6 +20,23 @@ def count(told: object, most: int = MOST_TOKENS, *, least: int = 0) -> int | Non
         return None
     # A NaN is in no range, and an infinity in no such one.
     return int(told) if least <= told <= most and told == int(told) else None
+
+
+class Usage(NamedTuple):
+    """Tokens of one request. None: not told, or not in earnest."""
+
+    prompt: int | None = None
+    generated: int | None = None
+
+    @classmethod
+    def of(cls, told: object) -> Usage:
+        """An answer's `usage`."""
+        if not isinstance(told, dict):
+            return cls()
+        return cls(count(told.get("prompt_tokens")), count(told.get("completion_tokens")))
+
+
+NO_USAGE = Usage()
 
 
 def measure(told: float | None, most: float) -> float | None:

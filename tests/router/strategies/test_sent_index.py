@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -94,6 +95,60 @@ def test_what_an_engine_may_still_compute_is_that_of_the_last_requests_in_flight
     for in_flight, coming in ((2, 4), (1, 2), (0, 0)):
         a.in_flight = in_flight
         assert match.coming(a) == coming
+
+
+LONG = 1000  # spans of a prompt that is learnt in pieces
+
+
+class Pieces:
+    """What is to be learnt, one piece of any prompt at a time."""
+
+    def __init__(self) -> None:
+        self.left: list[Iterator[None]] = []
+
+    def do(self, which: int) -> None:
+        at = which % len(self.left)
+        if next(self.left[at], "end") == "end":
+            del self.left[at]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, LONG), min_size=1, max_size=6), st.lists(st.integers(0, 99)))
+def test_long_prompts_that_are_learnt_in_pieces_are_known_in_the_end(
+    shared: list[int], order: list[int]
+) -> None:
+    """Whichever pieces come first. Each prompt has a part of the first one, and a tail of its own."""
+    pieces, (a,) = Pieces(), fleet(1)
+    index = SentIndex(1, stride=1, later=pieces.left.append)
+    prompts = [prompt([*range(n), *range(5000 * i, 5000 * i + LONG)]) for i, n in enumerate(shared, 1)]
+    assert all(index.sent(each, a) for each in prompts)
+    for which in order:
+        if pieces.left:
+            pieces.do(which)
+    while pieces.left:
+        pieces.do(0)
+    a.in_flight = 1
+    for each, n in zip(prompts, shared, strict=True):
+        match = index.match(each, [a])
+        assert match.hit(a).tokens == n + LONG - 1
+        assert match.coming(a) == (n + LONG - 1 if each is prompts[-1] else min(n, shared[-1]))
+    assert not any(index.sent(each, a) for each in prompts)
+
+
+def test_nothing_more_is_learnt_of_an_engine_that_has_gone() -> None:
+    pieces, (a, b) = Pieces(), fleet(2)
+    index = SentIndex(1, stride=1, later=pieces.left.append)
+    index.sent(prompt(range(LONG)), a)
+    pieces.do(0)
+    index.gone(a)
+    while pieces.left:
+        pieces.do(0)
+    for _ in range(LONG):  # what was known goes little by little
+        index.sent(prompt([1]), b)
+    while pieces.left:
+        pieces.do(0)
+    assert len(index) == 1
+    assert index.match(prompt(range(LONG)), [a]).hit(a).tokens == 0
 
 
 def test_prompts_without_ids_are_passed_over() -> None:

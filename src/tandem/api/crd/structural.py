@@ -6,6 +6,7 @@ Rules in CEL (`x-kubernetes-validations`) are not judged here.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -34,13 +35,13 @@ def schema_problems(value: Any, schema: dict[str, Any], at: Location = ()) -> It
     """
     if schema.get("x-kubernetes-int-or-string"):
         if not isinstance(value, str) and not _is("integer", value):
-            yield at, f"must be a whole number or a string (it is {value!r})"
+            yield at, f"must be a whole number or a string (it is {_shown(value)}){_advice('string', value)}"
         elif isinstance(value, str):
             yield from _text(value, schema, at)
         return
     kind = schema["type"]
     if not _is(kind, value):
-        yield at, f"must be {_MUST_BE[kind]} (it is {_shown(value)})"
+        yield at, f"must be {_MUST_BE[kind]} (it is {_shown(value)}){_advice(kind, value)}"
         return
     if "enum" in schema and value not in schema["enum"]:
         yield at, f"must be one of {', '.join(map(str, schema['enum']))} (it is {value!r})"
@@ -181,7 +182,23 @@ def _number(value: float, schema: dict[str, Any], at: Location) -> Iterator[tupl
         yield at, f"must be at most {high} (it is {value})"
 
 
+def _advice(kind: str, value: Any) -> str:
+    """How a value is written as one of the kind that it should be, where its writer probably meant that."""
+    match kind, value:
+        case "string", bool():
+            return "; put it in quotes (y, n, yes, no, on and off are booleans too)"
+        case "string", int() | float():
+            return "; put it in quotes"
+        case "integer" | "number", str() if re.fullmatch(r"-?[0-9]+", value, re.ASCII):
+            return "; take the quotes away"
+        case "boolean", "true" | "false":
+            return "; take the quotes away"
+        case "array", str() | dict():
+            return "; a list is [a, b], or items that begin with '- '"
+    return ""
+
+
 def _shown(value: Any) -> str:
     """A value for a message, cut where it is long."""
-    text = "null" if value is None else repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

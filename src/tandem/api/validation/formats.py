@@ -89,7 +89,7 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
     if finding.position:
         file, line, column = finding.position
         location["physicalLocation"] = {
-            "artifactLocation": {"uri": quote(PurePath(file).as_posix())},
+            "artifactLocation": {"uri": quote(PurePath(file).as_posix(), errors="surrogateescape")},
             "region": {"startLine": line, "startColumn": column},
         }
     if finding.path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from tandem.api.validation.report import Finding, Lines, Position
 
 MOST_BYTES = 4 << 20
 """Of one file."""
+
+
+_BESIDE_SEPARATOR = re.compile(r"^---[ \t]*[^\s#]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ def read_manifest(text: str, source: str) -> Manifest:
         text = text.replace(
             "\t", " "
         )  # between values JSON allows tabs, YAML does not; in values neither does
+    for beside in () if in_json else _BESIDE_SEPARATOR.finditer(text):
+        line = text.count("\n", 0, beside.start()) + 1
+        message = "--- must stand alone on its line: kubectl takes no document that begins beside it"
+        manifest.findings.append(Finding("IEC001", "", message, Position(source, line, 1)))
     loader: Loader | None = None
     try:
         loader = Loader(text)
@@ -74,7 +82,7 @@ def read_manifest(text: str, source: str) -> Manifest:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = _position(source, mark) if mark else Position(source, 1, 1)
-        manifest.findings.append(Finding("IEC001", "", _words(error.problem or error.context), at))
+        manifest.findings.append(Finding("IEC001", "", _words(error), at))
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         at = Position(source, before.count("\n") + 1, len(before) - before.rfind("\n"))
@@ -92,8 +100,27 @@ def _position(source: str, mark: yaml.Mark) -> Position:
     return Position(source, mark.line + 1, mark.column + 1)
 
 
-def _words(text: str | None) -> str:
-    return " ".join((text or "is not YAML").split())
+_ADVICE = {
+    r"found character '\t'": "it is a tab; YAML is indented with spaces",
+    "mapping values are not allowed": "a ':' ends a key here: look for a wrong indentation, a missing "
+    "space after a ':' in the line before, or a value that needs quotes",
+    "found '<stream end>'": "the text ends before all is closed: look for a bracket, brace or quote",
+    "expected '<document start>'": "begin another document with ---",
+    "could not find expected ':'": "a key ends with ':' and a space",
+    "a key must be a name": "if {{ }} is a template's, render that first",
+}
+"""What to do, by what PyYAML says."""
+
+
+def _words(error: yaml.MarkedYAMLError) -> str:
+    """What is wrong with a text that is not YAML, and what to look for."""
+    said = " ".join((error.problem or error.context or "is not YAML").split())
+    if said.startswith("expected <block end>") and error.context_mark:
+        began = error.context_mark.line + 1
+        look = "look for a wrong indentation, or a quote that is not closed"
+        return f"does not go on with the block that begins in line {began}: {look}"
+    advice = next((what for part, what in _ADVICE.items() if part in said), None)
+    return f"{said}; {advice}" if advice else said
 
 
 def _add(manifest: Manifest, value: Any, lines: Lines) -> None:

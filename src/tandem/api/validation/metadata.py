@@ -73,7 +73,7 @@ def metadata_errors(subject: Subject, original: Mapping[str, Any]) -> Iterator[F
             ("metadata", "generateName"),
             f"must be {_A_LABEL}; '.' is allowed too (it is {begun!r})",
         )
-    if isinstance(namespace, str) and namespace and not _fits(_NAMESPACE, namespace, 63):
+    if isinstance(namespace, str) and namespace and not is_namespace(namespace):
         yield Found("IEC107", ("metadata", "namespace"), f"must be {_A_LABEL} (it is {namespace!r})")
     yield from _keys(metadata, "annotations")
     yield from _keys(metadata, "labels")
@@ -93,6 +93,10 @@ def key_mistake(key: str) -> str | None:
     if _fits(_WORD, name, 63) and (not slash or _fits(_SUBDOMAIN, prefix, 253)):
         return None
     return f"must be {_A_WORD}, after an optional domain and '/'"
+
+
+def is_namespace(name: str) -> bool:
+    return _fits(_NAMESPACE, name, 63)
 
 
 def is_object_name(name: str) -> bool:

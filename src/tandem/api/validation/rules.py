@@ -63,6 +63,7 @@ _ERRORS = {
     "IEC236": "A volume has the name of the one that is made for the weights",
     # Annotations.
     "IEC301": "A mistake in an annotation of Tandem's",
+    "IEC302": "API keys where there is no router",
     # The engines' flags.
     "IEC401": "A flag's value is none that vLLM takes",
     "IEC402": "A flag has no value",
@@ -131,6 +132,7 @@ _WARNINGS = {
     "IEC722": "A shell as the command",
     "IEC723": "The engine listens on its own pod's loopback address",
     "IEC724": "The AWS region is needed, which the resource does not name",
+    "IEC725": "No flag names the model",
 }
 
 _BY_API_SERVER = (

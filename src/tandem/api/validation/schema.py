@@ -10,6 +10,7 @@ from tandem.api.conventions import RESERVED_VOLUMES
 from tandem.api.crd import schema_problems, spec_and_status
 from tandem.api.crd.structural import Location
 from tandem.api.models import GROUP, VERSIONS
+from tandem.api.validation import unknown
 from tandem.api.validation.report import Found
 from tandem.api.validation.subject import Subject, whole
 
@@ -26,7 +27,7 @@ def schema_errors(subject: Subject, original: Mapping[str, Any]) -> Iterator[Fou
     for at, message in schema_problems(dict(original), schema_of(subject.version)):
         rule = rule_of(message)
         if at[:1] != ("status",) or rule == "IEC101":
-            yield Found(rule, at, _with_advice(at, rule, message))
+            yield Found(rule, at, _with_advice(at, rule, message, subject))
 
 
 @cache
@@ -78,12 +79,25 @@ _ADVICE = {
     "domainName": "one host name in lower case, without a wildcard",
     "l2CacheBackend": "use redis or tieredstorage",
     "maxConcurrentRequests": "for no limit leave it out",
+    "modelName": "letters, digits and '-', at most 63, beginning with a letter or digit",
+    "endpointName": "letters, digits and '-', at most 63, with a letter or digit at both ends",
+    "path": "begin it with a slash; letters, digits, '-', '_', '.' and '/' may follow",
+    "acmArn": "give a certificate's whole ARN, of the partition aws",
+    "hostedZoneId": "give the id alone, as Z0123456789ABC",
+    "tlsCertificateOutputS3Uri": "write it as s3://BUCKET/FOLDER",
+    "s3Uri": "write it as s3://BUCKET/FOLDER",
 }
 """What to do, by the field's name, where the schema's own words (a pattern, say) do not tell."""
 
+_AMOUNT = "an amount is a number with a unit of Kubernetes or none, as 8, 500m or 200Gi"
 
-def _with_advice(at: Location, rule: str, message: str) -> str:
+
+def _with_advice(at: Location, rule: str, message: str, subject: Subject) -> str:
+    if rule == "IEC101":
+        return unknown.advice(at, message, subject, schema_of(subject.version))
     advice = _ADVICE.get(str(at[-1])) if at and rule == "IEC104" else None
+    if rule == "IEC104" and at[-2:-1] in (("limits",), ("requests",)):
+        advice = _AMOUNT
     if advice is None:
         return message
     return f"{advice}; it {message}" if message.startswith("must") else f"{message}; {advice}"

@@ -22,6 +22,7 @@ from tandem.operator.scaling import router_scaling
 from tandem.operator.texts import literal
 from tandem.operator.wishes import deploy_seconds
 
+_API_KEYS = "tandem-api-keys"
 _TOKEN = "kube-api-access"
 _TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where clients of the API look."""
@@ -65,6 +66,8 @@ def deployment(plan: Plan, config: Object | None) -> Object:
             }
         ],
     }
+    if plan.api_keys_secret is not None:
+        pod["volumes"].append(_api_keys(plan.api_keys_secret))
     template: Object = {"labels": plan.names.labels("router") | selector}
     if config is not None:
         pod["volumes"].append({"name": "tandem-config", "configMap": {"name": plan.names.router}})
@@ -105,6 +108,12 @@ def _router(plan: Plan) -> Object:
     ports = [{"name": "http", "containerPort": names.ROUTER_PORT}]
     if plan.lmcache_pd:
         ports.append({"name": "notify", "containerPort": names.NOTIFY_PORT})
+    mounts = [
+        {"name": "tandem-tmp", "mountPath": "/tmp"},
+        {"name": _TOKEN, "mountPath": _TOKEN_FOLDER, "readOnly": True},
+    ]
+    if plan.api_keys_secret is not None:  # the folder: a file that is mounted by itself is never updated
+        mounts.append({"name": _API_KEYS, "mountPath": names.API_KEYS_FOLDER, "readOnly": True})
     return {
         "name": names.ROUTER_CONTAINER,
         "image": plan.settings.router_image,
@@ -118,11 +127,15 @@ def _router(plan: Plan) -> Object:
         ),
         "resources": resources("1", "1Gi", "4", "4Gi"),
         "securityContext": locked(ROUTER_USER),
-        "volumeMounts": [
-            {"name": "tandem-tmp", "mountPath": "/tmp"},
-            {"name": _TOKEN, "mountPath": _TOKEN_FOLDER, "readOnly": True},
-        ],
+        "volumeMounts": mounts,
     }
+
+
+def _api_keys(secret: str) -> Object:
+    """Of the Secret only the file of keys: an endpoint's author may name any Secret of this namespace, and
+    others have no such file. The pod waits until it is there."""
+    items = [{"key": names.API_KEYS_FILE, "path": names.API_KEYS_FILE}]
+    return {"name": _API_KEYS, "secret": {"secretName": secret, "items": items}}
 
 
 def _token() -> Object:

@@ -102,7 +102,8 @@ def _engine(plan: Plan, pool: Pool, name: str) -> Object:
     made: Object = {"name": name, "image": pool.image}
     if worker.command:
         made["command"] = list(worker.command)
-    made["args"] = engines.arguments(plan, pool)
+    if arguments := engines.arguments(plan, pool):
+        made["args"] = arguments
     if worker.working_dir:
         made["workingDir"] = worker.working_dir
     return made | {

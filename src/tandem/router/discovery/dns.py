@@ -25,9 +25,9 @@ from dns.resolver import NXDOMAIN, Answer, LifetimeTimeout, NoNameservers
 
 from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import ENGINES_LIMIT, Subscriptions
-from tandem.router.discovery.trouble import Trouble
 from tandem.router.engines import EngineRole
 from tandem.router.few import few
+from tandem.router.trouble import Trouble
 
 logger = logging.getLogger("tandem.router")
 

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tandem.router.discovery.base import Discovery, Member
-from tandem.router.discovery.engine_list import BadList, Subscriptions, read_engines
-from tandem.router.discovery.trouble import Trouble
+from tandem.router.discovery.engine_list import Subscriptions, read_engines
+from tandem.router.listing import BadList, decoded
+from tandem.router.trouble import Trouble
+from tandem.router.watched_file import WatchedFile
 
 logger = logging.getLogger("tandem.router")
 
 SIZE_LIMIT = 1 << 20
 """Bytes that the file may have."""
 
-# Seconds after which a change is read again: one that is written in place may be seen half.
-_SETTLING = 0.1
-
 
 class FileDiscovery(Discovery):
-    """Follows a file by reading it about once a second, which sees each way of replacing it: a rename, the
-    symbolic links of a Kubernetes ConfigMap, writing in place.
-
-    A file that is bad, missing or unreadable leaves the engines as they were: none at first.
-    """
+    """A file that is bad, missing or unreadable leaves the engines as they were: none at first."""
 
     def __init__(
         self,
@@ -37,10 +30,8 @@ class FileDiscovery(Discovery):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`subscriptions` is asked for engines without `kvEvents`; `interval` is seconds between reads."""
-        self._path = path
+        self._file = WatchedFile(path, size_limit=SIZE_LIMIT, interval=interval, sleep=sleep)
         self._subscriptions = subscriptions
-        self._interval = interval
-        self._sleep = sleep
         self._members: frozenset[Member] | None = None
         self._trouble = Trouble(f"engines of the file {path}")
 
@@ -52,25 +43,12 @@ class FileDiscovery(Discovery):
     async def watch(self) -> AsyncIterator[frozenset[Member]]:
         """See `Discovery.watch`."""
         told: frozenset[Member] | None = None
-        async for content in self._contents():
+        async for content in self._file.contents():
             await self._take(content)
             members = self._members or frozenset()
             if members != told:
                 told = members
                 yield members
-
-    async def _contents(self) -> AsyncIterator[bytes | str]:
-        """What the file holds, or why it cannot be read, at first and after each change; each time when two
-        reads in a row have found the same."""
-        told: bytes | str | None = None
-        before: bytes | str | None = None
-        while True:
-            found = await asyncio.to_thread(_read, self._path)
-            if found != told and found == before:
-                told = found
-                yield found
-            before = found
-            await self._sleep(self._interval if found == told else _SETTLING)
 
     async def _take(self, content: bytes | str) -> None:
         if isinstance(content, str):
@@ -78,14 +56,13 @@ class FileDiscovery(Discovery):
             return
         try:
             # In a thread: ten thousand engines take half a second.
-            members = await asyncio.to_thread(_parse, content, self._subscriptions)
+            members = await asyncio.to_thread(lambda: read_engines(decoded(content), self._subscriptions))
         except BadList as error:
             self._tell(f"{error}. Correct it")
             return
         if not members:
-            logger.warning(
-                "the file %s lists no engines%s", self._path, ": all leave" if self._members else ""
-            )
+            left = ": all leave" if self._members else ""
+            logger.warning("the file %s lists no engines%s", self._file.path, left)
         self._members = members
         self._trouble.over()
 
@@ -97,27 +74,3 @@ class FileDiscovery(Discovery):
             else f"until then the {len(known)} that it listed before stay"
         )
         self._trouble.tell(f"{what}; {then}")
-
-
-def _read(path: str) -> bytes | str:
-    """The content of the file; as a str what is wrong and what to do."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return "it is not a regular file. Name one that can be read again and again"
-        with open(path, "rb") as file:
-            content = file.read(SIZE_LIMIT + 1)
-    except FileNotFoundError:
-        return "it does not exist. Create it"
-    except OSError as error:
-        return f"it cannot be read: {error.strerror}. Correct that"
-    if len(content) > SIZE_LIMIT:
-        return f"it has more than {SIZE_LIMIT:,} bytes. Make it smaller"
-    return content
-
-
-def _parse(content: bytes, subscriptions: Subscriptions) -> frozenset[Member]:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadList(f"byte {error.start + 1} is not UTF-8") from None
-    return read_engines(text, subscriptions)

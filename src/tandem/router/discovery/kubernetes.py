@@ -19,9 +19,9 @@ from tandem.kube.reflector import Source as Api
 from tandem.kube.resources import POD
 from tandem.router.discovery.base import Discovery, Member
 from tandem.router.discovery.engine_list import ENGINES_LIMIT, Subscriptions
-from tandem.router.discovery.trouble import Trouble
 from tandem.router.engines import EngineRole
 from tandem.router.few import few
+from tandem.router.trouble import Trouble
 
 ROLE_LABEL = "inference.sagemaker.aws.amazon.com/dpd-role"
 """Of pods: prefill or decode. Those without it serve whole requests."""

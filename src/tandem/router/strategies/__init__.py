@@ -1,5 +1,6 @@
 """Strategies choose one engine among candidates. Small classes without I/O; their memory is bounded."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tandem.config import RouterConfig
@@ -12,7 +13,7 @@ from tandem.router.strategies.leastloaded import LeastLoaded
 from tandem.router.strategies.prefixaware import PrefixAware
 from tandem.router.strategies.prefixes import Prefixes
 from tandem.router.strategies.roundrobin import RoundRobin
-from tandem.router.strategies.sent_index import SentIndex
+from tandem.router.strategies.sent_index import SentIndex, all_at_once
 from tandem.router.strategies.session import Session
 
 __all__ = [
@@ -48,10 +49,12 @@ class Made:
     """To be fed with KV events."""
 
 
-def make(config: RouterConfig) -> Made:
-    """The strategy that a router is configured with."""
+def make(config: RouterConfig, later: Callable[[Iterator[None]], None] = all_at_once) -> Made:
+    """The strategy that a router is configured with. `later`: see SentIndex."""
     size = config.kv_block_size
-    sent = SentIndex(size, stride=max(1, _SPAN_TOKENS // size), cache_tokens=lambda e: e.cache_tokens)
+    sent = SentIndex(
+        size, stride=max(1, _SPAN_TOKENS // size), cache_tokens=lambda e: e.cache_tokens, later=later
+    )
     match config.routing_strategy:
         case "roundrobin":
             return Made(RoundRobin(), sent if config.uncached_threshold else None)

@@ -8,7 +8,8 @@ follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from tandem.router.engines import Engine
@@ -18,6 +19,7 @@ from tandem.router.strategies.holders import Holders, Run, Slots, depth
 from tandem.router.strategies.prefixes import MISS, Hit
 
 _AT_ONCE = 64  # forgotten together: finding the oldest of a dict costs a walk over what was deleted before
+_PIECE = 256  # spans learnt together, a fraction of a millisecond
 
 
 class _Sent:
@@ -31,6 +33,10 @@ class _Sent:
         self.requests = 0
 
 
+def all_at_once(pieces: Iterator[None]) -> None:
+    deque(pieces, maxlen=0)
+
+
 class SentIndex:
     def __init__(
         self,
@@ -39,14 +45,17 @@ class SentIndex:
         stride: int = 4,
         most: int = 500_000,
         cache_tokens: Callable[[Engine], int | None] = lambda engine: None,
+        later: Callable[[Iterator[None]], None] = all_at_once,
     ) -> None:
         """`block_size`: tokens of the engines' KV blocks; `stride`: blocks of a span. `most`: spans kept in
         all (about 200 bytes each). `cache_tokens`: what an engine's KV cache holds, where known: no more is
-        kept for it. An engine gets at most its even share of `most` times two."""
+        kept for it. An engine gets at most its even share of `most` times two. `later` does the pieces of
+        learning a prompt, in their order; until the last one nothing of a long prompt is known."""
         self._block_size = block_size
         self._stride = stride
         self._most = most
         self._cache_tokens = cache_tokens
+        self._later = later
         self._holders = Holders()
         self._slots: Slots[Engine] = Slots()
         self._engines: dict[Engine, _Sent] = {}
@@ -63,30 +72,39 @@ class SentIndex:
         runs = self._holders.walk(spans, self._masks.of(candidates)) if spans else []
         return SentMatch(self, prompt, spans, runs, start)
 
-    def sent(self, prompt: Prompt, engine: Engine) -> int:
-        """Returns how many of its spans are new there."""
+    def sent(self, prompt: Prompt, engine: Engine) -> bool:
+        """Returns whether any of it is new there."""
         self._tidy()
         if engine.left:  # its last requests end after it has left, and nothing would forget them
-            return 0
+            return False
         spans = self._spans(prompt, whole=True)
         if not spans:
-            return 0
+            return False
         known = self._of(engine)
-        known.requests = now = known.requests + 1
+        known.requests += 1
+        new = spans[-1] not in known.spans
+        self._later(self._learn(spans, engine, known, known.requests))
+        return new
+
+    def _learn(self, spans: Sequence[int], engine: Engine, known: _Sent, now: int) -> Iterator[None]:
         used = known.spans
-        new = []
-        for span in reversed(spans):
-            if used.pop(span, None) is None:
-                new.append(span)
-            used[span] = now
-        self._holders.hold(new, known.bit)
-        self._count += len(new)
-        limit = self._limit(engine)
-        if len(used) > limit:  # much where the limit has just fallen: then it is reached little by little
-            self._forget(known, _AT_ONCE + 2 * len(new), at_least=limit)
-        while self._count > self._most:
-            self._forget(self._leaving[-1] if self._leaving else self._fullest(), _AT_ONCE)
-        return len(new)
+        for end in range(len(spans), 0, -_PIECE):
+            if self._engines.get(engine) is not known:  # it has gone meanwhile
+                return
+            new = []
+            for span in reversed(spans[max(0, end - _PIECE) : end]):
+                last = used.pop(span, 0)
+                if not last:
+                    new.append(span)
+                used[span] = max(last, now)
+            self._holders.hold(new, known.bit)
+            self._count += len(new)
+            limit = self._limit(engine)
+            if len(used) > limit:  # much where the limit has just fallen: then it is reached little by little
+                self._forget(known, _AT_ONCE + 2 * len(new), at_least=limit)
+            while self._count > self._most:
+                self._forget(self._leaving[-1] if self._leaving else self._fullest(), _AT_ONCE)
+            yield
 
     def gone(self, engine: Engine) -> None:
         """Forget an engine; its spans go little by little, so that nothing has to wait for it. It may come

@@ -24,6 +24,9 @@ from tandem.api.validation.checks.pods import (
 from tandem.api.validation.report import Found, shown_path
 from tandem.api.validation.subject import Subject
 
+_FOR_ALL = ("managed", "paused", "api-keys-secret")
+"""Annotations that are not about disaggregation."""
+
 
 def annotation_checks(subject: Subject) -> Iterator[Found]:
     given = {key: value for key, value in subject.annotations.items() if key.startswith(PREFIX)}
@@ -34,9 +37,16 @@ def annotation_checks(subject: Subject) -> Iterator[Found]:
             where = (*at, *_parts(below))
             yield Found("IEC301", where, problem.what)
         name = key.removeprefix(PREFIX)
-        if not subject.disaggregated and name in known_annotations() and name not in ("managed", "paused"):
+        if not subject.disaggregated and name in known_annotations() and name not in _FOR_ALL:
             yield Found("IEC516", at, "has no effect without pdSpec: it is about disaggregated endpoints")
     extensions, _ = parse_annotations(given)
+    if extensions.api_keys_secret is not None and not subject.routed:
+        yield Found(
+            "IEC302",
+            ("metadata", "annotations", f"{PREFIX}api-keys-secret"),
+            "is for a router, and there is none: nobody would be asked for a key; set "
+            "spec.intelligentRoutingSpec.enabled",
+        )
     if not extensions.managed:
         yield Found(
             "IEC517",

@@ -26,11 +26,11 @@ def pod_checks(subject: Subject) -> Iterator[Found]:
     yield from _names(subject)
     yield from _counts(subject)
     image = subject.get("spec.worker.image")
-    if isinstance(image, str) and (not image.strip() or re.search(r"\s", image)):
+    if isinstance(image, str) and (not image.strip() or re.search(r"\s|://", image)):
         yield Found(
             "IEC233",
             location("spec.worker.image"),
-            f"must be an image's name, without spaces (it is {image!r})",
+            f"must be an image's name, without spaces and https:// (it is {image!r})",
         )
 
 
@@ -122,7 +122,7 @@ def folder_errors(folder: str, at: Location) -> Iterator[Found]:
 
 def volume_names(subject: Subject) -> set[str]:
     """The volumes that every model pod has, less those that Tandem adds."""
-    named = {str(v.get("name")) for _, v in subject.objects("spec.kubernetes.volumes")}
+    named = {str(v["name"]) for _, v in subject.objects("spec.kubernetes.volumes") if "name" in v}
     return named | {subject.text("spec.worker.modelVolumeMount.name")} - {""}
 
 
@@ -241,7 +241,7 @@ def _ports(subject: Subject) -> Iterator[Found]:
         )
     metrics = subject.number("spec.metrics.modelMetrics.port")
     # 8080 is the schema's default, and stands for the engine's own port.
-    if metrics is not None and port is not None and metrics not in (port, 8080):
+    if metrics is not None and port in range(1, 65536) and metrics not in (port, 8080):
         yield Found(
             "IEC711",
             location("spec.metrics.modelMetrics.port"),

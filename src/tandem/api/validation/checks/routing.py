@@ -109,6 +109,12 @@ def _caches(subject: Subject) -> Iterator[Found]:
             location(f"{_CACHE}.l2CacheSpec"),
             "has no effect without l2CacheLocalUrl, as redis://redis.team-a.svc.cluster.local:6379",
         )
+    elif redis and "://" not in url:
+        yield Found(
+            "IEC507",
+            location(f"{_CACHE}.l2CacheSpec.l2CacheLocalUrl"),
+            f"has no effect: LMCache reads addresses that begin with redis://; write redis://{url}",
+        )
     elif "tieredstorage" in backend.lower() and not redis:
         yield Found(
             "IEC513",

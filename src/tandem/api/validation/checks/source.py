@@ -13,6 +13,7 @@ from tandem.api.validation.subject import Subject, location
 
 _SOURCE = "spec.modelSourceConfig"
 _SECTIONS = {"s3": "s3Storage", "fsx": "fsxStorage", "huggingface": "huggingFaceModel"}
+_KINDS = (*_SECTIONS, "kubernetesVolume")
 _MOUNT = "spec.worker.modelVolumeMount"
 
 REGION = "the resource names none, so nothing can be made of it without the operator's own (render --region)"
@@ -42,7 +43,7 @@ def source_checks(subject: Subject) -> Iterator[Found]:
 def _sections(subject: Subject) -> Iterator[Found]:
     kind = subject.text(f"{_SOURCE}.modelSourceType")
     for name in _SECTIONS.values():
-        if kind and name != _SECTIONS.get(kind) and subject.has(f"{_SOURCE}.{name}"):
+        if kind in _KINDS and name != _SECTIONS.get(kind) and subject.has(f"{_SOURCE}.{name}"):
             yield Found(
                 "IEC511",
                 location(f"{_SOURCE}.{name}"),

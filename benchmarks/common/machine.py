@@ -7,15 +7,16 @@ import itertools
 import os
 import platform
 import random
+import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Quietly = Callable[[Callable[[], Awaitable[Any]]], Awaitable[tuple[Any, float]]]
-"""Makes a measurement while other processes rest, and tells their share of the CPU; see timing/quiet.py."""
+"""Makes a measurement while other processes rest, and tells their share of the CPU; see quiet.py."""
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _SAMPLE_SECONDS = 2.0
@@ -49,11 +50,51 @@ def name() -> str:
     return f"{os.cpu_count()} cores ({names[0] if names else platform.machine()})"
 
 
+def tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for parent in found:
+        for thread in Path(f"/proc/{parent}/task").glob("*"):
+            with suppress(OSError):  # gone
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process, its threads and its children, ended ones included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sum(map(int, fields[11:15])) / _TICK + sum(cpu_seconds(int(child)) for child in children)
+    ticks = 0
+    for each in tree(pid):
+        with suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / _TICK
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of one process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """What is started within the block runs on one core of the machine, and so does all that it starts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def open_files(wanted: int) -> None:
+    """Let this process, and what it starts, have so many files open. Raises SystemExit where it may not."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+            return
+        raise SystemExit(f"{wanted:,} open files are needed, and {most:,} are allowed: raise `ulimit -Hn`")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _times() -> tuple[int, int]:

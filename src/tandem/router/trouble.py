@@ -1,4 +1,5 @@
-"""What is wrong with a source of engines: kept for those who ask, logged when it changes."""
+"""What is wrong with something that is followed, such as a source of engines: kept for those who ask, logged
+when it changes."""
 
 from __future__ import annotations
 
