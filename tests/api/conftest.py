@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -109,22 +109,32 @@ def new_namespace(server: ApiServer) -> str:
     return name
 
 
-def _assets() -> Path:
-    """The folder with kube-apiserver, etcd and kubectl. Without one the test is skipped; in CI it fails."""
+def assets_folder() -> Path:
+    """Where programs of Kubernetes are; it need not be there."""
     named = os.environ.get("KUBEBUILDER_ASSETS")
     beside = REPOSITORY.parent / "shared/kube/cluster"
     if not named and beside.exists():
         done = subprocess.run([beside, "assets"], capture_output=True, text=True, check=True)
         named = done.stdout.strip()
-    if named and (Path(named) / "kube-apiserver").exists() and shutil.which("openssl"):
-        return Path(named)
-    lack = (
-        "needs openssl, kube-apiserver, etcd and kubectl: set KUBEBUILDER_ASSETS to the folder that has the "
-        "last three, as printed by `setup-envtest use -p path`"
-    )
+    return Path(named or "/none")
+
+
+def lacking(what: str) -> NoReturn:
+    """Skip the test; in CI it fails."""
     if os.environ.get("CI") == "true":
-        pytest.fail(lack)
-    pytest.skip(lack)
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+def _assets() -> Path:
+    """The folder with kube-apiserver, etcd and kubectl."""
+    folder = assets_folder()
+    if not (folder / "kube-apiserver").exists() or not shutil.which("openssl"):
+        lacking(
+            "needs openssl, kube-apiserver, etcd and kubectl: set KUBEBUILDER_ASSETS to the folder that has "
+            "the last three, as printed by `setup-envtest use -p path`"
+        )
+    return folder
 
 
 @contextmanager

@@ -79,6 +79,7 @@ def test_several_files_folders_and_standard_input(run: Run, monkeypatch: pytest.
     assert files == ["one.yaml", "folder/b.yml", "folder/c.yaml", "<stdin>"]
     assert err.splitlines() == [
         "note: folder/a.json:1:1: a Pod is not looked at",
+        "note: folder/below.yaml: a folder of a folder is not looked into; name it too",
         "5 endpoints: 3 errors, 7 warnings",
     ]
 

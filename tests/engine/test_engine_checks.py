@@ -231,6 +231,11 @@ def test_a_plain_pair_is_fine() -> None:
         ({"pd": {"decodingSpec": {"args": ["--enable-prefix-caching"]}}}, []),
         # KV events
         (
+            {"spec": KVAWARE, "args": ["--kv-events-config.endpoint", "tcp://*:1"]},
+            [("IEC519", "spec.worker.args[0]")],
+        ),
+        ({"args": ["--kv-events-config.endpoint", "tcp://*:1"]}, []),
+        (
             {"spec": KVAWARE, "args": ["-dp", "44", "-dpl", "1"]},
             [("IEC404", "spec.worker.args[0]")],
         ),

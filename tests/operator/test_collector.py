@@ -14,7 +14,7 @@ import yaml
 
 from tandem.operator import Settings
 
-from ..api.conftest import REPOSITORY
+from ..api.conftest import assets_folder, lacking
 from .endpoints import SETTINGS, VARIANTS, of_kind, rendered
 
 AMAZON = "https://aps-workspaces.us-east-2.amazonaws.com/workspaces/ws-1/api/v1/remote_write"
@@ -22,18 +22,13 @@ AMAZON = "https://aps-workspaces.us-east-2.amazonaws.com/workspaces/ws-1/api/v1/
 
 @pytest.fixture(scope="session")
 def otelcol() -> Path:
-    """The collector. Without it the test is skipped; in CI it fails."""
-    named = os.environ.get("KUBEBUILDER_ASSETS")
-    beside = REPOSITORY.parent / "shared/kube/cluster"
-    if not named and beside.exists():
-        named = subprocess.run([beside, "assets"], capture_output=True, text=True, check=True).stdout.strip()
-    found = shutil.which("otelcol", path=f"{named or ''}{os.pathsep}{os.environ.get('PATH', '')}")
-    if found is not None:
-        return Path(found)
-    lack = "needs otelcol (OpenTelemetry collector, contrib) in PATH or in the folder of KUBEBUILDER_ASSETS"
-    if os.environ.get("CI") == "true":
-        pytest.fail(lack)
-    pytest.skip(lack)
+    """The collector."""
+    found = shutil.which("otelcol", path=f"{assets_folder()}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        lacking(
+            "needs otelcol (OpenTelemetry collector, contrib) in PATH or in the folder of KUBEBUILDER_ASSETS"
+        )
+    return Path(found)
 
 
 def configs(variant: str, settings: Settings = SETTINGS) -> dict[str, str]:

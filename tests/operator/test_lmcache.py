@@ -17,6 +17,7 @@ from tandem.api import Role
 from tandem.operator.lmcache import lmcache_yaml
 from tandem.operator.notes import notes
 
+from ..api.conftest import lacking
 from .endpoints import VARIANTS, engine, planned, rendered, variables
 
 LOAD = """
@@ -50,10 +51,7 @@ def library(request: pytest.FixtureRequest) -> str:
         pytest.importorskip("lmcache", reason="needs LMCache: run `make setup`")
         return ""
     if not (OF_HYPERPOD / "lmcache").is_dir():
-        lack = f"needs LMCache 0.4.3: pip install --no-deps --target {OF_HYPERPOD} lmcache==0.4.3"
-        if os.environ.get("CI") == "true":
-            pytest.fail(lack)
-        pytest.skip(lack)
+        lacking(f"needs LMCache 0.4.3: pip install --no-deps --target {OF_HYPERPOD} lmcache==0.4.3")
     return str(OF_HYPERPOD)
 
 

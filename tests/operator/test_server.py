@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tandem.operator.control.likeness import covers
 
-from ..api.conftest import ApiServer, _assets
+from ..api.conftest import ApiServer, assets_folder, lacking
 from .endpoints import ROUTER_NAMESPACE, VARIANTS, rendered
 
 
 @pytest.fixture(scope="module")
 def server(bare_api_server: ApiServer) -> Iterator[ApiServer]:
     """With KEDA's definitions, which other tests go without, and the namespaces that endpoints live in."""
-    definitions = Path(_assets()) / "keda-crds.yaml"
+    definitions = assets_folder() / "keda-crds.yaml"
     if not definitions.exists():
-        lack = "needs keda-crds.yaml beside kube-apiserver (KUBEBUILDER_ASSETS)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(lack)
-        pytest.skip(lack)
+        lacking("needs keda-crds.yaml beside kube-apiserver (KUBEBUILDER_ASSETS)")
     done = bare_api_server.kubectl("apply", "--server-side", "-f", str(definitions))
     assert done.returncode == 0, done.stderr
     bare_api_server.wait_until_served("scaledobjects.keda.sh")

@@ -280,6 +280,12 @@ def _taken(subject: Subject, flags: Flags) -> Iterator[Found]:
             "--kv-transfer-config is replaced: Tandem writes it for each role and connector; of one for "
             "NIXL the settings of a single engine stay",
         )
+    strategy = subject.text(f"{_ROUTING}.routingStrategy")
+    if subject.routed and strategy == "kvaware" and (last := flags.last("--kv-events-config")):
+        said = (
+            "--kv-events-config: whether and where events are published is replaced; its other settings stay"
+        )
+        yield Found("IEC519", last[1], said)
     host = flag_value(flags.args, "--host")
     if host in ("127.0.0.1", "localhost", "::1") and (last := flags.last("--host")):
         said = f"--host {host}: probes and other pods reach the engine by the pod's address; use 0.0.0.0"

@@ -168,7 +168,7 @@ def environment(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
     said = {v["name"] for v in kept}
     defaults = [{"name": n, "value": v} for n, v in _defaults(plan, pool).items() if n not in said]
     # The pod's own address comes first: variables may refer to those before them.
-    return [_field(pod_variables.POD_IP, "status.podIP"), *defaults, *kept, *_owned(plan, pool)]
+    return [pod_field(pod_variables.POD_IP, "status.podIP"), *defaults, *kept, *_owned(plan, pool)]
 
 
 def _defaults(plan: Plan, pool: Pool) -> dict[str, str]:
@@ -218,7 +218,8 @@ def _lmcache_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _field(name: str, path: str) -> dict[str, Any]:
+def pod_field(name: str, path: str) -> dict[str, Any]:
+    """A variable with a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 

@@ -43,7 +43,10 @@ def _caches(plan: Plan) -> Iterator[str]:
     if plan.lmcache_pd and plan.cache.redis_url is not None and not plan.cache.l1:
         yield "spec.kvCacheSpec.enableL2Cache: without effect, as prefillers have L2 beside L1 alone"
     if plan.cache.tiered:
-        yield ("spec.kvCacheSpec.l2CacheSpec: tieredstorage is HyperPod's own store; no L2 cache is rendered")
+        yield (
+            "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend: tieredstorage is HyperPod's own store; no L2 cache "
+            "is rendered"
+        )
 
 
 def _interfaces(plan: Plan) -> Iterator[str]:

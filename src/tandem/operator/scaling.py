@@ -24,14 +24,10 @@ def router_scaling(plan: Plan) -> AutoScaling | None:
     return autoscaling(routing.auto_scaling_spec, _ROUTER)
 
 
-def is_scaled(plan: Plan, scaling: AutoScaling | None) -> bool:
-    return scaling is not None and bool(triggers(plan, scaling))
-
-
 def at_start(plan: Plan, scaling: AutoScaling | None, replicas: int) -> int | None:
     """With how many pods an autoscaled Deployment starts: as many as the resource says, within the
     autoscaler's bounds. None for one whose number is the resource's alone."""
-    if scaling is None or not is_scaled(plan, scaling):
+    if scaling is None or not triggers(plan, scaling):
         return None
     return max(scaling.minimum, min(replicas, scaling.maximum))
 
@@ -53,7 +49,7 @@ def notes(plan: Plan) -> list[str]:
     found = [
         f"{pool.scaling.path}: has no trigger, so the number of pods stays as it is set"
         for pool in plan.pools
-        if pool.scaling is not None and not is_scaled(plan, pool.scaling)
+        if pool.scaling is not None and not triggers(plan, pool.scaling)
     ]
     routing = plan.spec.intelligent_routing_spec
     if plan.lmcache_pd and routing is not None and routing.auto_scaling_spec is not None:

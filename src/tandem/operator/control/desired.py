@@ -41,7 +41,8 @@ def desired(found: Object, settings: Settings) -> Desired:
     except RenderError as error:
         return Desired(Outcome(problems=(str(error),), warnings=warnings))
     told = {f.path for f in report.warnings} | {"connector"}  # that one is in status.transfer
-    notes = (note for note in rendering.notes if note.partition(": ")[0] not in told)
+    notes = [note for note in rendering.notes if note.partition(": ")[0] not in told]
+    notes = [note for note in notes if not any(note in said for said in warnings)]
     outcome = Outcome(
         warnings=(*warnings, *notes),
         wanted=_wanted(made),

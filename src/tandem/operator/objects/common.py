@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem.operator import names
+from tandem.operator.engines import pod_field
 from tandem.operator.plan import Plan
 from tandem.operator.scaling import at_start
 from tandem.operator.wishes import AutoScaling
@@ -82,11 +83,6 @@ def http_probe(path: str, port: int, **seconds: int) -> Object:
     return {"httpGet": {"path": path, "port": port}, **seconds}
 
 
-def field(name: str, path: str) -> Object:
-    """A variable with a field of the pod."""
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
 def config_hash(config_maps: Iterable[Object]) -> str:
     """Of the content of config maps; in a pod's annotations it makes pods new when the content is."""
     content = json.dumps([m["data"] for m in config_maps], sort_keys=True)
@@ -100,7 +96,7 @@ def collector(plan: Plan, mount: Object, config_file: str) -> Object:
         "name": names.COLLECTOR_CONTAINER,
         "image": plan.settings.collector_image,
         "args": [f"--config={config_file}"],
-        "env": [field("POD_NAME", "metadata.name"), field("NODE_NAME", "spec.nodeName")],
+        "env": [pod_field("POD_NAME", "metadata.name"), pod_field("NODE_NAME", "spec.nodeName")],
         "ports": [{"name": "metrics", "containerPort": names.COLLECTOR_METRICS_PORT}],
         "livenessProbe": http_probe(
             "/", names.COLLECTOR_HEALTH_PORT, initialDelaySeconds=10, periodSeconds=30, timeoutSeconds=5

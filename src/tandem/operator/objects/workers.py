@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tandem.api import Role, conventions
 from tandem.api.quantities import EFA, HUGE_PAGES
 from tandem.operator import engines, model_files, names, sizes, weights
@@ -186,9 +184,7 @@ def _memory(plan: Plan, pool: Pool) -> str:
 
 
 def _has_l1(plan: Plan, pool: Pool) -> bool:
-    if not config_maps.has_lmcache_file(plan) or pool.role is Role.DECODE:
-        return False
-    return plan.cache.l1
+    return plan.cache.l1 and pool.role is not Role.DECODE and config_maps.has_lmcache_file(plan)
 
 
 def _engine_mounts(plan: Plan, pool: Pool) -> list[Object]:
@@ -268,7 +264,7 @@ def _config_volume(name: str, config_map: str, keys: list[str]) -> Object:
 def _reasons(plan: Plan, pool: Pool) -> list[str]:
     """How the pool's sizes came about, a line each."""
     efa = plan.efa(pool)
-    found: list[Any] = [
+    found = [
         plan.buffer.reason if plan.buffer and pool.role is Role.DECODE else None,
         efa.reason if efa else None,
         sizes.shared_memory(max(1, pool.gpus))[1],
