@@ -110,14 +110,14 @@ def _decoded(text: bytes | msgspec.Raw) -> Any:
 class _Conversion(msgspec.Struct):
     """A ConversionReview whose objects are still text."""
 
-    apiVersion: str  # noqa: N815  # Kubernetes' own names
+    apiVersion: str  # Kubernetes' own names
     kind: str
     request: _ConversionRequest
 
 
 class _ConversionRequest(msgspec.Struct):
     uid: str
-    desiredAPIVersion: str  # noqa: N815
+    desiredAPIVersion: str
     objects: list[msgspec.Raw]
 
 
