@@ -12,7 +12,14 @@ import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tandem.api.conversion import ANNOTATION_V1_FIELDS, ConversionError, convert, convert_review
+from tandem.api.conventions import MOST_ANNOTATION_BYTES, annotation_bytes
+from tandem.api.conversion import (
+    ANNOTATION_V1_FIELDS,
+    LABEL_TOO_LARGE,
+    ConversionError,
+    convert,
+    convert_review,
+)
 from tandem.api.crd import absent_fields, schema_problems, spec_and_status
 from tandem.api.models import GROUP, KIND
 
@@ -185,6 +192,35 @@ def test_a_client_that_leaves_the_annotation_out_leaves_the_fields_out() -> None
     older = convert(yaml.safe_load(S3), "v1alpha1")
     del older["metadata"]["annotations"]
     assert "pdSpec" not in convert(older, "v1")["spec"]
+
+
+@pytest.mark.parametrize("own", [0, 200 << 10, 256 << 10])
+def test_what_no_annotation_holds_can_be_read_and_is_not_lost(own: int) -> None:
+    """API servers take 256 KiB of annotations: with one object beyond that no list could be read any more."""
+    resource = yaml.safe_load(S3)
+    resource["metadata"]["labels"] = {"team": "a"}
+    if own:
+        resource["metadata"]["annotations"] = {"a": "x" * (own - 1)}
+    words = ["é" * 1000] * 30 + ["x" * (256 << 10)] * (own == 0)
+    resource["spec"]["pdSpec"]["decodingSpec"]["args"] = words
+    older = convert(resource, "v1alpha1")
+    assert annotation_bytes(older["metadata"].get("annotations", {})) <= MOST_ANNOTATION_BYTES
+    assert older["metadata"]["labels"] == {"team": "a", LABEL_TOO_LARGE: "true"}
+    assert "pdSpec" not in older["spec"]
+    with pytest.raises(
+        ConversionError, match=r"^metadata\.labels\[tandem.dev/v1-fields-too-large\]: .*in v1$"
+    ):
+        convert(older, "v1")
+
+
+def test_an_annotation_is_filled_up_to_the_last_byte() -> None:
+    resource = yaml.safe_load(S3)
+    carried = annotation_bytes(convert(resource, "v1alpha1")["metadata"]["annotations"])
+    for room, fits in ((0, True), (1, False)):
+        resource["metadata"]["annotations"] = {"a": "x" * (MOST_ANNOTATION_BYTES - carried - 1 + room)}
+        older = convert(resource, "v1alpha1")
+        assert (ANNOTATION_V1_FIELDS in older["metadata"]["annotations"]) is fits
+        assert LABEL_TOO_LARGE in older["metadata"].get("labels", {}) or convert(older, "v1") == resource
 
 
 def test_the_same_version_is_a_copy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_what_an_object_in_the_older_version_carries_is_judged_too() -> None:
     older["metadata"]["annotations"][ANNOTATION_V1_FIELDS] = '{"fields": {"spec.pdSpec": 1}}'
     (problem,) = problems(yaml.safe_dump(older))
     assert problem.startswith(f"metadata.annotations[{ANNOTATION_V1_FIELDS}]: spec.pdSpec: must be an object")
+
+
+def test_a_field_that_is_carried_with_null_is_left_out() -> None:
+    older = convert(yaml.safe_load(S3), "v1alpha1")
+    carried = json.loads(older["metadata"]["annotations"][ANNOTATION_V1_FIELDS])
+    carried["fields"]["spec.pdSpec"]["routingThreshold"] = None
+    older["metadata"]["annotations"][ANNOTATION_V1_FIELDS] = json.dumps(carried)
+    pd = parse(yaml.safe_dump(older)).spec.pd_spec
+    assert pd is not None
+    assert pd.routing_threshold == 4096
 
 
 def test_an_endpoint_is_found_among_other_objects() -> None:

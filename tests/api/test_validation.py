@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tandem.api.conversion import ANNOTATION_V1_FIELDS, LABEL_TOO_LARGE, convert
 from tandem.api.quantities import quantity
 from tandem.api.validation import RULES, Found, Position, Severity, Subject, read_manifest
 from tandem.api.validation import validate as judge
@@ -204,6 +205,38 @@ def test_the_resource_alone_can_be_judged_and_checks_added() -> None:
     resource = with_fields(NVME, {"metadata.name": "test-1", "spec.worker.args": ["--port", "x"]})
     assert judge(resource).ok
     assert [f.rule for f in judge(resource, checks=[no_tests]).errors] == ["IEC233"]
+
+
+CARRIED = f"metadata.annotations[{ANNOTATION_V1_FIELDS}]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, []),
+        ({"spec.worker.args": ["--dtype", "x"]}, [("IEC401", "spec.worker.args[0]")]),
+        (
+            {"spec.kubernetes": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
+            [("IEC206", "spec.kubernetes.volumes[0].name")],
+        ),
+        ({"spec.pdSpec.routingThreshold": -1}, [("IEC301", CARRIED)]),
+    ],
+)
+def test_what_an_object_in_v1alpha1_carries_is_judged_with_it(
+    changes: dict[str, Any], found: list[tuple[str, str]]
+) -> None:
+    older = convert(with_fields(S3, changes), "v1alpha1")
+    assert [(f.rule, f.path) for f in validate(older).errors] == found
+
+
+@pytest.mark.parametrize("carried", ["", "junk", "[]", '{"fields": {"spec.no": 1}}', '{"fields":' * 5000])
+def test_what_an_object_in_v1alpha1_cannot_carry_is_told(carried: str) -> None:
+    older = convert(with_fields(S3, {}), "v1alpha1")
+    older["metadata"]["annotations"][ANNOTATION_V1_FIELDS] = carried
+    assert [(f.rule, f.path) for f in validate(older).errors] == [("IEC301", CARRIED)]
+    older["metadata"] = {"name": "a", "labels": {LABEL_TOO_LARGE: "true"}}
+    ((rule, path),) = [(f.rule, f.path) for f in validate(older).errors]
+    assert (rule, path) == ("IEC301", f"metadata.labels[{LABEL_TOO_LARGE}]")
 
 
 def test_null_counts_as_left_out() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+
+MOST_ANNOTATION_BYTES = 256 << 10
+"""What the annotations of one object may take, names and values together."""
 
 RESERVED_VOLUMES = (
     "shm",
@@ -33,6 +37,10 @@ LMCACHE_FOLDER = "/etc/tandem/lmcache"
 mounted below them."""
 
 _PLAIN_PATH = re.compile(r"(?!.*(?://|/\.\.?(?:/|$)))/[A-Za-z0-9._~/-]*")
+
+
+def annotation_bytes(annotations: Mapping[str, object]) -> int:
+    return sum(len(f"{name}{text}".encode(errors="replace")) for name, text in annotations.items())
 
 
 def clash(folder: str) -> str | None:

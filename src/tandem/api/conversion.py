@@ -2,7 +2,9 @@
 
 v1alpha1 lacks fields of v1 (`crd.absent_fields`). An object that is read as v1alpha1 carries them in an
 annotation, and gets them back when it is written. What a client of v1alpha1 changes in between wins: a
-section that it removed does not come back with what v1alpha1 could not show of it.
+section that it removed does not come back with what v1alpha1 could not show of it. An object with more than
+an annotation can hold is shown without; so it can be read in v1alpha1, as a list with it can be, and is
+written in v1 alone.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.api.conventions import MOST_ANNOTATION_BYTES, annotation_bytes
 from tandem.api.crd import absent_fields, schema_problems, spec_and_status
 from tandem.api.models import GROUP, VERSIONS
 from tandem.api.problem import field_path
 
 ANNOTATION_V1_FIELDS = "tandem.dev/v1-fields"
 """On objects in v1alpha1: the fields of v1 that v1alpha1 does not have, as JSON."""
+
+LABEL_TOO_LARGE = "tandem.dev/v1-fields-too-large"
+"""On objects in v1alpha1 whose fields of v1 no annotation holds. A label, as there may be no room even for
+another annotation."""
 
 
 class ConversionError(ValueError):
@@ -69,14 +76,24 @@ def _set_aside(resource: dict[str, Any]) -> None:
     annotations = metadata.get("annotations") or {}
     if ANNOTATION_V1_FIELDS in annotations:  # somebody's own, on an object in v1: it must survive too
         record["annotation"] = annotations[ANNOTATION_V1_FIELDS]
-    if record:
-        text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        metadata["annotations"] = annotations | {ANNOTATION_V1_FIELDS: text}
+    if not record:
+        return
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    carrying = annotations | {ANNOTATION_V1_FIELDS: text}
+    if annotation_bytes(carrying) <= MOST_ANNOTATION_BYTES:
+        metadata["annotations"] = carrying
+    else:
+        metadata["labels"] = (metadata.get("labels") or {}) | {LABEL_TOO_LARGE: "true"}
 
 
 def _bring_back(resource: dict[str, Any]) -> None:
     """Put the annotation's fields where they belong, and take the annotation away."""
     metadata = resource.get("metadata") or {}
+    if LABEL_TOO_LARGE in (metadata.get("labels") or {}):
+        raise ConversionError(
+            f"metadata.labels[{LABEL_TOO_LARGE}]: the object has more fields of v1 than v1alpha1 can carry, "
+            "and would lose them; change it in v1"
+        )
     annotations = metadata.get("annotations") or {}
     if ANNOTATION_V1_FIELDS not in annotations:
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.conversion import ConversionError, convert
-from tandem.api.crd import with_whole_numbers
+from tandem.api.crd import with_whole_numbers, without_nulls
 from tandem.api.models import KIND, Endpoint
 from tandem.api.problem import InvalidResource, Problem
 from tandem.api.validation.manifest import MOST_BYTES, file_text, read_manifest
@@ -64,7 +64,7 @@ def read_endpoint(resource: Mapping[str, Any], *, source: str = "the object") ->
     except ConversionError as error:
         where, _, what = str(error).partition(": ")
         raise InvalidResource(source, [Problem(where, what)]) from None
-    return Endpoint.model_validate(with_whole_numbers(current))
+    return Endpoint.model_validate(with_whole_numbers(without_nulls(current)))
 
 
 def _place(finding: Finding) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from tandem.api.conversion import ANNOTATION_V1_FIELDS, LABEL_TOO_LARGE, ConversionError, convert
 from tandem.api.crd import without_defaults
+from tandem.api.crd.structural import Location
 from tandem.api.validation.checks import CHECKS
 from tandem.api.validation.manifest import Document, Manifest, read_manifest
 from tandem.api.validation.report import Finding, Found, Lines, Position, Report, Severity, report
 from tandem.api.validation.rules import RULES, Rule
-from tandem.api.validation.schema import schema_of
+from tandem.api.validation.schema import rule_errors, schema_of
 from tandem.api.validation.server import server_errors
 from tandem.api.validation.subject import Subject
 
@@ -58,7 +60,23 @@ def validate(
 
     def found() -> Iterator[Found]:
         yield from server_errors(subject, resource)
+        whole = subject
+        if (place := _carries(subject)) is not None:
+            try:
+                whole = Subject(convert(subject.resource, "v1"))
+                yield from rule_errors(whole)
+            except ConversionError as error:
+                yield Found("IEC301", place, str(error).partition(": ")[2])
         for check in (*CHECKS, *checks):
-            yield from check(subject)
+            yield from check(whole)
 
     return report(found(), lines)
+
+
+def _carries(subject: Subject) -> Location | None:
+    """Where an object in v1alpha1 says something of its fields of v1."""
+    if subject.version == "v1alpha1":
+        for section, name in (("labels", LABEL_TOO_LARGE), ("annotations", ANNOTATION_V1_FIELDS)):
+            if isinstance(subject.object(f"metadata.{section}").get(name), str):
+                return "metadata", section, name
+    return None

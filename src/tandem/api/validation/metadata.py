@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tandem.api.conventions import MOST_ANNOTATION_BYTES, annotation_bytes
 from tandem.api.crd import schema_problems
 from tandem.api.validation.report import Found
 from tandem.api.validation.schema import Schema, rule_of
@@ -17,9 +18,6 @@ _NAMESPACE = re.compile(_LABEL)
 _WORD = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _A_WORD = "at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
 _A_LABEL = "lower-case letters, digits and '-', with a letter or digit at both ends"
-
-MOST_BYTES = 256 << 10
-"""What the annotations of one object may take, names and values together."""
 
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _WORD_OF_OWNER: Schema = {"type": "string", "minLength": 1}
@@ -77,9 +75,10 @@ def metadata_errors(subject: Subject, original: Mapping[str, Any]) -> Iterator[F
         yield Found("IEC107", ("metadata", "namespace"), f"must be {_A_LABEL} (it is {namespace!r})")
     yield from _keys(metadata, "annotations")
     yield from _keys(metadata, "labels")
-    size = sum(len(f"{k}{v}".encode(errors="replace")) for k, v in _pairs(metadata, "annotations"))
-    if size > MOST_BYTES:
-        yield Found("IEC107", ("metadata", "annotations"), f"are {size} bytes; the limit is {MOST_BYTES}")
+    size = annotation_bytes(dict(_pairs(metadata, "annotations")))
+    if size > MOST_ANNOTATION_BYTES:
+        said = f"are {size} bytes; the limit is {MOST_ANNOTATION_BYTES}"
+        yield Found("IEC107", ("metadata", "annotations"), said)
 
 
 def label_mistake(value: str) -> str | None:

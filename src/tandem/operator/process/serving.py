@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ from tandem.operator.webhooks.trust import CONVERT_PATH, VALIDATE_PATH
 LARGEST_REVIEW = 32 * 1024 * 1024
 """Bytes. A conversion carries a list of objects, each of up to 1.5 MiB."""
 
-MOST_VALUES = 500_000
-"""In one review. In memory the shortest is twenty times as long as in JSON, and who can reach the port may
-send anything."""
+MOST_VALUES = 1_000_000
+"""In one object. In memory the shortest is twenty times as long as in JSON, and who can reach the port may
+send anything; no object that an API server stores has so many."""
 SMALL_REVIEW = 256 * 1024
 """Bytes, up to which reviews do not wait for each other."""
 READ_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
-Review = Callable[[Mapping[str, Any]], dict[str, Any]]
+Review = Callable[[bytes], bytes]
+"""From what an API server sends to what it gets. Raises what comes of bytes that are no review."""
 
 
 def health_app(ready: Callable[[], str | None]) -> web.Application:
@@ -60,8 +62,8 @@ def webhook_app() -> web.Application:
     app = web.Application(client_max_size=LARGEST_REVIEW)
     app.add_routes(
         [
-            web.post(CONVERT_PATH, _answering(convert_review)),
-            web.post(VALIDATE_PATH, _answering(admission_review)),
+            web.post(CONVERT_PATH, _answering(_converted)),
+            web.post(VALIDATE_PATH, _answering(_judged)),
         ]
     )
     return app
@@ -78,22 +80,66 @@ def _answering(review: Review) -> Callable[[web.Request], Any]:
                 async with asyncio.timeout(READ_SECONDS):
                     body = await request.read()
                 # Judging a resource takes milliseconds; the loop has leases to renew.
-                made = await asyncio.to_thread(_reviewed, review, body)
+                made = await asyncio.to_thread(review, body)
         except TimeoutError as error:
             raise web.HTTPRequestTimeout from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("%s: not a review: %r", request.path, error)
             raise web.HTTPBadRequest(text=f"not a review: {error!r}\n") from error
-        return web.json_response(made)
+        return web.Response(body=made, content_type="application/json")
 
     return answer
 
 
-def _reviewed(review: Review, body: bytes) -> dict[str, Any]:
-    values = sum(map(body.count, (b",", b"[", b"{")))
+def _judged(body: bytes) -> bytes:
+    return _encoded(admission_review(_decoded(body)))
+
+
+def _encoded(answer: Any) -> bytes:
+    """Not by msgspec, which takes no number beyond 64 bits, and makes null of what is none."""
+    return json.dumps(answer, allow_nan=False).encode()
+
+
+def _decoded(text: bytes | msgspec.Raw) -> Any:
+    values = sum(map(bytes(text).count, (b",", b"[", b"{")))
     if values > MOST_VALUES:
         raise ValueError(f"it has some {values} values; at most {MOST_VALUES} are read")
-    return review(msgspec.json.decode(body))
+    return msgspec.json.decode(text)
+
+
+class _Conversion(msgspec.Struct):
+    """A ConversionReview whose objects are still text."""
+
+    apiVersion: str  # Kubernetes' own names
+    kind: str
+    request: _ConversionRequest
+
+
+class _ConversionRequest(msgspec.Struct):
+    uid: str
+    desiredAPIVersion: str
+    objects: list[msgspec.Raw]
+
+
+def _converted(body: bytes) -> bytes:
+    """Objects are converted one after the other: one alone is in memory, and a list with a large one in it,
+    which may be another tenant's, can still be read."""
+    review = msgspec.json.decode(body, type=_Conversion)
+    asked = review.request
+    converted: list[msgspec.Raw] = []
+
+    def answer(objects: list[Any]) -> dict[str, Any]:
+        request = {"uid": asked.uid, "desiredAPIVersion": asked.desiredAPIVersion, "objects": objects}
+        return convert_review({"apiVersion": review.apiVersion, "kind": review.kind, "request": request})
+
+    for text in asked.objects:
+        one = answer([_decoded(text)])
+        if "convertedObjects" not in one["response"]:
+            return _encoded(one)
+        converted.append(msgspec.Raw(_encoded(one["response"]["convertedObjects"][0])))
+    whole = answer([])
+    whole["response"]["convertedObjects"] = converted
+    return msgspec.json.encode(whole)
 
 
 @asynccontextmanager
