@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,33 +20,19 @@ from tandem.local.errors import LocalError
 from tandem.sim import virtual
 
 from ..sim.helpers import MODEL, engines, flags
-from .scripts import script
-
-SCRIPTS = {
-    "report": "routing/report.py",
-    "machine": "routing/machine.py",
-    "loads": "timing/loads.py",
-    "quiet": "timing/quiet.py",
-    "layouts": "local/layouts.py",
-    "mixed": "local/mixed.py",
-    "plot": "local/plot.py",
-    "tables": "local/tables.py",
-    "local_run": "local/run.py",
-}
-"""File by the name by which those below import it."""
+from .scripts import scripts
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, ModuleType]]:
+def module() -> Iterator[ModuleType]:
     path = [*sys.path]
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(script(file, name)) for name, file in SCRIPTS.items()}
+    with scripts("local", "run") as found:
+        yield found["run"]
     sys.path[:] = path
 
 
 @pytest.fixture
-def run(scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = scripts["local_run"]
+def run(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "SO_FAR", tmp_path / "so-far.json")
     return module
 

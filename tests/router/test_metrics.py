@@ -190,7 +190,7 @@ async def test_a_failure_that_nobody_foresaw_is_a_failure(
         def choose(self, prompt: Prompt, candidates: Sequence[Engine]) -> Choice:
             raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr("tandem.router.app.make", lambda config: Made(Broken()))
+    monkeypatch.setattr("tandem.router.app.make", lambda config, later: Made(Broken()))
     endpoint = await start()
     answer = await endpoint.post(LONG)
     assert answer.status_code == 500

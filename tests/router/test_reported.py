@@ -11,7 +11,7 @@ import pytest
 from tandem.http import Request, Responder
 from tandem.router.engine_metrics import read
 from tandem.router.relay import judge
-from tandem.router.reported import MOST_CACHED, MOST_REQUESTS, MOST_TOKENS, count, measure
+from tandem.router.reported import MOST_CACHED, MOST_REQUESTS, MOST_TOKENS, NO_USAGE, count, measure
 
 from .conftest import Start
 from .fakes import JSON, FakeEngine, Seen, completion
@@ -63,7 +63,7 @@ def _json(value: Any) -> bool:
 )
 def test_an_answer_is_one_whatever_its_usage_says(usage: Any) -> None:
     body = json.dumps({**completion("x"), "usage": usage}).encode()
-    assert judge(body) == (None, 0)
+    assert judge(body) == (None, NO_USAGE)
 
 
 METRICS = (
