@@ -15,7 +15,8 @@ CPU_LIMITS = {"paced": 0.75, "burst": 0.45}
 """Times the peer's CPU of a request."""
 MEMORY_MB = 250.0
 Results = dict[str, Any]
-"""By part: "paced", "burst", "counting", "first-byte", "many", "engines", "delay"; each may be missing."""
+"""By part: "paced", "burst", "counting", "first-byte", "many", "engines", "delay", "profile"; each may be
+missing."""
 _FIGURES = (
     "cpu_ms",
     "per_s",
@@ -28,7 +29,7 @@ _FIGURES = (
     "first_p99",
 )
 _COUNTING = ("uncounted_ms", "counted_ms", "adds_ms", "tokenizer_ms", "ratio")
-_MANY = ("open", "errors", "router_mb", "all_mb")
+_MANY = ("open", "errors", "all_mb")
 _LOADS = {
     "paced": "paced: {users} streams at once, a token every {ms:g} ms",
     "burst": "burst: {users} streams at once, all tokens at once",
@@ -76,8 +77,9 @@ def delay_ratio(part: dict[str, Any]) -> float:
 
 def about(results: Results) -> str:
     """What was measured on, and how quiet it was."""
-    machines = dict.fromkeys(part["machine"] for part in results.values())
-    runs = [run for part in results.values() for run in part["runs"]]
+    parts = [part for part in results.values() if "runs" in part]
+    machines = dict.fromkeys(part["machine"] for part in parts)
+    runs = [run for part in parts for run in part["runs"]]
     others = max(run["others"] for run in runs)
     busy = [run["load_busy"] for run in runs if "load_busy" in run]
     load = f", engines and clients {max(busy):.0%} of their core" if busy else ""
@@ -126,12 +128,12 @@ def first_byte_table(part: dict[str, Any]) -> str:
 
 
 def many_table(part: dict[str, Any]) -> str:
-    lines = [["streams", "router", "open at once", "memory, MB", "without helper processes, MB", "errors"]]
+    lines = [["streams", "router", "open at once", "memory, MB", "errors"]]
     rows = medians(part["runs"], ("streams", "per_second", "router"), _MANY)
     for row in sorted(rows, key=lambda row: -row["streams"]):
-        load = f"{row['streams']:,}, {row['per_second']:g} tokens a second each"
-        memory = [spread(row, name, ".0f") for name in ("all_mb", "router_mb")]
-        lines.append([load, row["router"], f"{row['open_low']:,}", *memory, f"{row['errors_high']:.0f}"])
+        load = f"{row['streams']:,} of {row['per_second']:g} tokens/s"
+        cells = [f"{row['open_low']:,}", spread(row, "all_mb", ".0f"), f"{row['errors_high']:.0f}"]
+        lines.append([load, row["router"], *cells])
     return markdown(lines)
 
 
@@ -156,9 +158,22 @@ def delay_table(part: dict[str, Any]) -> str:
     return markdown(lines)
 
 
+def profile_table(part: dict[str, Any]) -> str:
+    """Microseconds of a request, by kind of work and load."""
+    loads = part["loads"]
+    kinds = dict.fromkeys(kind for load in loads for kind in load["shares"])
+    lines = [["kind of work", *(f"{load['load']}, µs of a request" for load in loads)]]
+    for kind in sorted(kinds, key=lambda kind: -sum(load["shares"].get(kind, 0.0) for load in loads)):
+        shares = [load["shares"].get(kind, 0.0) for load in loads]
+        cells = [f"{s * load['cpu_ms'] * 1000:,.0f} ({s:.0%})" for s, load in zip(shares, loads, strict=True)]
+        lines.append([kind, *cells])
+    return markdown(lines)
+
+
 def tables(results: Results) -> dict[str, str]:
     """By the names of their places on the page."""
-    found = {"about": about(results)} if results else {}
+    measured = any("runs" in part for part in results.values())
+    found = {"about": about(results)} if measured else {}
     if results.keys() & _LOADS.keys():
         found["cost"] = cost_table(results)
     makers = {
@@ -167,6 +182,7 @@ def tables(results: Results) -> dict[str, str]:
         "many": many_table,
         "engines": engines_table,
         "delay": delay_table,
+        "profile": profile_table,
     }
     return found | {name: make(results[name]) for name, make in makers.items() if name in results}
 

@@ -6,7 +6,8 @@
 Parts: "paced" and "burst" tell the CPU of a streamed request that is disaggregated, "counting" what counting
 its prompt adds, "first-byte" what is added to the time until the first byte, "many" the memory that thousands
 of streams take, "engines" what 256 engines cost, and "delay" what running streams notice of long prompts.
-With --profile nothing is measured or written: Tandem's profile under the first two loads is printed.
+With --profile these are not measured: where Tandem's CPU time goes under the first two loads is printed, and
+written in short.
 
 Results go to results.json beside this file, a picture to docs/images, tables into docs/performance.md. An
 hour and a half on two cores; while other processes use them it waits, and what they disturbed is measured
@@ -82,6 +83,15 @@ def measured(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return same
 
 
+def profiled(seconds: float | None) -> dict[str, Any]:
+    loads = []
+    for name in PROFILED:
+        kept, text = spy.run(LOADS[name], seconds)
+        loads.append(kept)
+        print(text)
+    return {"loads": loads}
+
+
 def write(results: report.Results) -> None:
     """The file, the picture and the page."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
@@ -111,19 +121,18 @@ def main() -> None:
         help="at a measurement that other processes do not disturb (default: 2; 1: take it as it comes)",
     )
     parser.add_argument("--again", action="store_true", help="only write what is on file")
-    parser.add_argument("--profile", action="store_true", help="only show where Tandem's CPU time goes")
+    parser.add_argument("--profile", action="store_true", help="tell where Tandem's CPU time goes instead")
     arguments = parser.parse_args()
     results: report.Results = json.loads(RESULTS.read_bytes()) if RESULTS.exists() else {}
     if not arguments.again:
         routers.cores()
         machine.open_files(many.FILES)
         packages.python()
-    if arguments.profile:
-        print("\n".join(spy.run(LOADS[name]) for name in PROFILED if name in arguments.only))
-        return
-    if not arguments.again:
         if arguments.seconds is not None:
             results = {}
+    if arguments.profile:
+        results["profile"] = profiled(arguments.seconds)
+    elif not arguments.again:
         for name in arguments.only:
             results[name] = measured(name, arguments)
             if arguments.seconds is None:

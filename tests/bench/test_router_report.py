@@ -124,7 +124,7 @@ def test_no_run_of_many_streams_may_fail(report: ModuleType, one: dict[str, Any]
     met = verdicts(report, many=part)
     assert [what for what, is_met in met.items() if not is_met] == ([failed] if failed else [])
     assert len(met) == 3
-    assert "| 5,000, 1 tokens a second each | smg | 5,000 | 900 | 90 | 99 |" in report.many_table(part)
+    assert "| 5,000 of 1 tokens/s | smg | 5,000 | 900 | 99 |" in report.many_table(part)
 
 
 def test_engines_are_compared_within_a_run(report: ModuleType) -> None:
@@ -189,17 +189,40 @@ def test_quantiles_are_of_answers_that_came(modules: dict[str, ModuleType]) -> N
 
 def test_a_profile_gives_c_code_to_the_python_function_that_called_it(modules: dict[str, ModuleType]) -> None:
     spy = modules["spy"]
+    run = "Runner.run (asyncio/runners.py:86)"
     profile = spy.read(
         [
-            "run (app.py:3);write (tandem/http/_responder.py:128);writev (libc.so.6) 6",
-            "run (app.py:3);write (tandem/http/_responder.py:128) 2",
-            "gc_collect_main (libpython3.11.so.1.0) 2",
+            f"{run};write (tandem/http/_responder.py:128);writev (libc.so.6) 6",
+            f"{run};write (tandem/http/_responder.py:128);gc_collect_main (libpython3.11.so.1.0) 2",
+            f"{run};pair (tandem/router/strategies/load.py:7) 1",
+            f"{run};serve (tandem/router/flow.py:76);emit (logging/__init__.py:1098);write (libc.so.6) 3",
+            f"{run};__uv_read (uvloop/loop.so) 4",
+            "start_thread (libc.so.6) 4",
             "",
         ]
     )
-    assert profile.looks == 10
-    assert profile.python == {"write (tandem/http/_responder.py:128)": 8, "(no Python)": 2}
+    assert profile.looks == 20
+    assert profile.python["write (tandem/http/_responder.py:128)"] == 8
+    assert profile.python["(no Python)"] == 4
     assert profile.inner["writev (libc.so.6)"] == 6
-    assert spy.table(profile.inner, profile.looks, 1.5).splitlines()[0] == (
-        " 60.0%   900.0 µs  writev (libc.so.6)"
-    )
+    assert profile.groups == {
+        "system calls": 6,
+        "garbage collection": 2,
+        "tandem/router": 1,
+        "log": 3,
+        "event loop, parser in C": 4,
+        "Python's library and others": 4,
+    }
+    assert spy.top(profile.inner, 20, 1.5).splitlines()[0] == " 30.0%   450.0 µs  writev (libc.so.6)"
+
+
+def test_a_profile_is_told_in_microseconds_of_a_request(report: ModuleType) -> None:
+    loads = [
+        {"load": "paced", "cpu_ms": 2.0, "shares": {"log": 0.1, "system calls": 0.9}},
+        {"load": "burst", "cpu_ms": 0.5, "shares": {"log": 1.0}},
+    ]
+    results = {"profile": {"loads": loads}}
+    assert report.tables(results).keys() == {"profile"}  # which says nothing of how quiet the machine was
+    lines = report.profile_table(results["profile"]).splitlines()
+    assert lines[0] == "| kind of work | paced, µs of a request | burst, µs of a request |"
+    assert lines[2:] == ["| log | 200 (10%) | 500 (100%) |", "| system calls | 1,800 (90%) | 0 (0%) |"]
