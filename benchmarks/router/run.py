@@ -95,25 +95,28 @@ def profiled(seconds: float | None) -> dict[str, Any]:
 def write(results: report.Results) -> None:
     """The file, the picture and the page."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    tables = report.tables(results)
+    tables = shown(results)
     if plot.panels(results):
         PICTURE.parent.mkdir(exist_ok=True)
         PICTURE.write_text(plot.svg(results), "utf-8")
         tables["picture"] = f"![{_PICTURE_SHOWS}]({PICTURE.relative_to(PAGE.parent)})"
-    tables["goals"] = goals_table(report.goals(results))
     for name, table in tables.items():
         insert(PAGE, f"router-{name}", table)
 
 
-def show(results: report.Results) -> None:
-    print("\n\n".join([*report.tables(results).values(), goals_table(report.goals(results))]))
+def shown(results: report.Results) -> dict[str, str]:
+    """The tables of the page, by the names of their places."""
+    goals = report.goals(results)
+    return report.tables(results) | ({"goals": goals_table(goals)} if goals else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     parser.add_argument("--runs", type=int, default=5, help="of each measurement (default: 5)")
-    parser.add_argument("--seconds", type=float, help="of each load, for a quick look that is not kept")
+    parser.add_argument(
+        "--seconds", type=float, help="of loads whose length is free, for a quick look that is not kept"
+    )
     parser.add_argument(
         "--attempts",
         type=int,
@@ -137,7 +140,7 @@ def main() -> None:
             results[name] = measured(name, arguments)
             if arguments.seconds is None:
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    show(results)
+    print("\n\n".join(shown(results).values()))
     if arguments.seconds is None:
         write(results)
 

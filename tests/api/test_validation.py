@@ -144,6 +144,14 @@ def test_of_a_value_it_is_told_how_it_is_written(path: str, value: Any, said: st
     )
 
 
+def test_a_required_section_that_is_empty_is_not_just_called_missing() -> None:
+    (finding,) = validate(with_fields(S3, {"spec.pdSpec.prefillSpec": None})).errors
+    assert (finding.path, finding.message) == (
+        "spec.pdSpec.prefillSpec",
+        "is required, and has no value here; write {} if nothing is to be said in it",
+    )
+
+
 def test_a_source_that_is_misspelt_makes_no_section_useless() -> None:
     """To take the section out, as is said where another source is used, would be the wrong advice."""
     report = validate(with_fields(S3, {"spec.modelSourceConfig.modelSourceType": "S3"}))
@@ -276,6 +284,34 @@ BUCKET = {"bucketName": "b", "region": "us-west-2"}
             [("IEC226", "spec.metricsSidecarResources.requests.cpu")],
         ),
         (S3, {"spec.metricsSidecarResources": {"requests": {"cpu": 1}, "limits": {"cpu": "1000m"}}}, []),
+        *(
+            (COLOCATED, {"metadata.name": name, **changes}, found)
+            for name, changes, found in (
+                ("sidecar-reverse-proxy", {}, [("IEC222", "metadata.name")]),
+                ("otel-collector", {"spec.metrics.enabled": False, "spec.worker.requestLimits": ...}, []),
+                ("hf-model-downloader", {}, []),
+            )
+        ),
+        # Paths that nginx has no word for
+        *(
+            (S3, {path: f"{'/' * slash}{'a' * 1001}"}, [(rule, path)])
+            for path, slash, rule in (
+                ("spec.invocationEndpoint", 0, "IEC235"),
+                ("spec.loadBalancer.healthCheckPath", 1, "IEC235"),
+                ("spec.metrics.modelMetrics.path", 1, "IEC235"),
+            )
+        ),
+        (
+            HUGGING_FACE,
+            {"spec.worker.modelVolumeMount.mountPath": f"/{'a' * 1000}"},
+            [("IEC233", "spec.worker.modelVolumeMount.mountPath"), ("IEC713", "spec.worker.args[0]")],
+        ),
+        # What mounts buckets would take for a flag
+        (
+            S3,
+            {"spec.modelSourceConfig.s3Storage.bucketName": "--allow-delete"},
+            [("IEC233", "spec.modelSourceConfig.s3Storage.bucketName")],
+        ),
         # Triggers: an empty list does not win
         (COLOCATED, {"spec.autoScalingSpec.cloudWatchTriggerList": []}, []),
         # CloudWatch's data points

@@ -180,7 +180,7 @@ def test_a_plain_pair_is_fine() -> None:
         ({"args": ["--model", "/opt/ml/models"]}, [("IEC713", "spec.worker.args[0]")]),
         ({"args": ["--host", "0.0.0.0", "--seed", "$$(X)"]}, []),
         ({"args": ["--uds", "/tmp/s"]}, [("IEC408", "spec.worker.args[0]")]),
-        ({"spec": {"pdSpec": None}, "args": ["--uds", "/tmp/s"]}, []),
+        ({"spec": {"pdSpec": None}, "args": ["--uds", "/tmp/s", "--model=m"]}, []),
         # The buffer is LMCache's, and tells that it is there; where flags name NIXL it may be anything.
         (
             {"environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": "8Gi"}]},
@@ -252,8 +252,15 @@ def test_a_plain_pair_is_fine() -> None:
             [],
         ),
         # A colocated endpoint
-        ({"spec": {"pdSpec": None}, "args": ["--port", "9"]}, [("IEC407", "spec.worker.args[0]")]),
-        ({"spec": {"pdSpec": None}, "args": ["-tp", "4"], **GPU}, [("IEC405", "spec.worker.args[0]")]),
+        (
+            {"spec": {"pdSpec": None}, "args": ["--port", "9", "--model=m"]},
+            [("IEC407", "spec.worker.args[0]")],
+        ),
+        (
+            {"spec": {"pdSpec": None}, "args": ["-tp", "4", "--model=m"], **GPU},
+            [("IEC405", "spec.worker.args[0]")],
+        ),
+        ({"spec": {"pdSpec": None}, "args": ["-tp", "1"]}, [("IEC725", "spec.worker.args")]),
     ],
 )
 def test_engines_are_judged(fields: dict[str, Any], said: list[tuple[str, str]]) -> None:
@@ -300,7 +307,9 @@ def test_the_seeds_that_are_called_wrong_python_does_not_start_with(value: str) 
 
 
 def test_flags_are_not_misread_where_the_list_is_no_list_of_strings() -> None:
-    assert judged(args=["--port", 9]) == [("IEC103", "spec.worker.args[1]")]
+    numbers = judged(args=["--port", 9])
+    assert numbers == [("IEC103", "spec.worker.args[1]"), ("IEC407", "spec.worker.args[0]")]
+    assert judged(args=["--port", [9]]) == [("IEC103", "spec.worker.args[1]")]
     assert {rule for rule, _ in judged(pd={"prefillSpec": {"args": "--port 9"}})} == {"IEC103"}
 
 

@@ -222,6 +222,8 @@ async def test_a_flood_of_connections_is_closed_without_a_word_and_leaves_room_w
     start: StartServer, connect: Connect
 ) -> None:
     server = await start(echo, connections=1)
+    refused: list[int] = []
+    server.refused = refused.append
     first = await connect(server.port)
     assert (await first.request("GET", "/")).status == 200
     flood = [await connect(server.port) for _ in range(100)]
@@ -235,6 +237,7 @@ async def test_a_flood_of_connections_is_closed_without_a_word_and_leaves_room_w
     told = await asyncio.gather(*map(last_words, flood))
     assert [b"too many connections" in words for words in told].count(True) == 64
     assert [words for words in told if not words] == [b""] * 36
+    assert refused == [503] * 100
     # Those that are still told do not keep others out.
     first.close()
     await until(lambda: server.connections <= 64)

@@ -121,7 +121,7 @@ def test_a_namespace_that_cannot_be_is_refused(
         with pytest.raises(SystemExit) as ended:
             run("-f", S3, flag, name)
         assert ended.value.code == 2
-        assert f"{name!r} is not the name of a namespace" in capsys.readouterr().err
+        assert f"{name!r} is no namespace's name" in capsys.readouterr().err
 
 
 def test_the_models_config_sizes_the_buffer(run: Run, tmp_path: Path) -> None:

@@ -153,7 +153,11 @@ async def test_bodies_of_10_mb_pass_and_larger_ones_are_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("status", "path"),
-    [(429, CHAT), (503, "/v1/completions"), (502, CHAT), (404, CHAT), (429, "/invocations")],
+    [
+        *((429, CHAT), (503, "/v1/completions"), (502, CHAT), (404, CHAT), (429, "/invocations")),
+        # Which nginx knows for itself, or has other words for
+        *((status, CHAT) for status in (400, 413, 494, 495, 496, 497, 499, 500, 504, 599)),
+    ],
 )
 async def test_requests_beyond_the_limit_get_the_overflow_body(
     status: int, path: str, tmp_path: Path
@@ -198,6 +202,15 @@ async def test_the_engines_own_errors_pass_as_they_are(tmp_path: Path) -> None:
         for status in (400, 413, 429, 500, 502, 503, 504):
             reply = await front.client.post(CHAT, content=str(status))
             assert (reply.status_code, reply.content) == (status, b'{"error":"mine"}')
+
+
+def test_nginx_takes_the_highest_limits_that_the_resource_may_have(tmp_path: Path) -> None:
+    limits = {"maxConcurrentRequests": 2**31 - 1, "maxQueueSize": 2**31 - 1}
+    file = tmp_path / "nginx.conf"
+    text = conf(changes={"spec.worker.requestLimits": limits})
+    file.write_text(text.replace("/tmp/", f"{tmp_path}/"), "utf-8")
+    done = subprocess.run([nginx(), "-t", "-c", file, "-p", tmp_path], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_prefillers_have_no_limit_of_their_own() -> None:

@@ -89,6 +89,20 @@ def test_a_router_without_a_trigger_scales_by_its_cpu() -> None:
     assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (1, 3)
 
 
+def test_one_endpoint_cannot_fill_the_routers_namespace() -> None:
+    """Its quota does not count there."""
+    path = "spec.intelligentRoutingSpec.autoScalingSpec"
+    for least, most, kept in (
+        (1, 2**31 - 1, (1, 100)),
+        (2**31 - 1, 2**31 - 1, (100, 100)),
+        (2, 100, (2, 100)),
+    ):
+        made = rendered("colocated-routing", {path: {"minReplicaCount": least, "maxReplicaCount": most}})
+        spec = named(made, "ScaledObject", "chat-8b-team-a-router")["spec"]
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == kept
+        assert any(note.startswith(f"{path}: ") for note in made.notes) is ((least, most) != kept)
+
+
 def test_by_cpu_alone_nothing_is_scaled_to_none() -> None:
     changes = {"spec.intelligentRoutingSpec.autoScalingSpec": {"minReplicaCount": 0}}
     made = rendered("colocated-routing", changes)

@@ -32,6 +32,7 @@ async def test_max_body_bytes(start: Start) -> None:
     answer = await endpoint.post({**SHORT, "prompt": "x" * 2000})
     assert answer.status_code == 413
     assert answer.json()["error"]["message"] == "request body is larger than 2000 bytes"
+    assert await endpoint.samples("tandem_refused_total", "status") == {("413",): 1}
 
 
 async def test_a_body_may_have_64_mib_by_default(start: Start) -> None:
@@ -54,7 +55,9 @@ async def test_max_connections(start: Start) -> None:
         assert (await endpoint.client.get("/health")).status_code == 200, "one connection"
     url = endpoint.client.base_url
     with socket.create_connection((url.host, url.port)):
-        assert b"too many connections" in await endpoint.raw()
+        for _ in range(2):
+            assert b"too many connections" in await endpoint.raw()
+    assert await endpoint.samples("tandem_refused_total", "status") == {("503",): 2}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ RESERVED_VOLUMES = (
 )
 """Names of volumes that cannot be chosen: HyperPod's own, and those that Tandem adds to model pods."""
 
+MOST_ROUTERS = 100
+"""Of one endpoint. They run in the system namespace, where no quota of the endpoint's own bounds them."""
+
 DEFAULT_MOUNT = "/opt/ml/model"
 """Where weights are mounted when the resource does not say."""
 
@@ -36,6 +39,8 @@ LMCACHE_FOLDER = "/etc/tandem/lmcache"
 """Where Tandem mounts its own volumes in the model container. The last two are read-only: nothing can be
 mounted below them."""
 
+LONGEST_PATH = 1000
+"""Characters. nginx takes no word of 4,096, and a load balancer no path of more than 1,024."""
 _PLAIN_PATH = re.compile(r"(?!.*(?://|/\.\.?(?:/|$)))/[A-Za-z0-9._~/-]*")
 
 
@@ -55,8 +60,11 @@ def clash(folder: str) -> str | None:
 
 def is_plain_path(path: str) -> bool:
     """Whether a path can stand in configurations as it is, and in an Ingress, which takes no `//`, `/../`."""
-    return _PLAIN_PATH.fullmatch(path) is not None
+    return len(path) <= LONGEST_PATH and _PLAIN_PATH.fullmatch(path) is not None
 
 
-PLAIN_PATH = "a plain path, of letters, digits and . _ ~ - /, without // and parts that are . or .."
+PLAIN_PATH = (
+    f"a plain path, of at most {LONGEST_PATH:,} letters, digits and . _ ~ - /, without // and parts that are "
+    ". or .."
+)
 """What such a path is, in words."""

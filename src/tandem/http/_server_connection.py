@@ -30,6 +30,7 @@ class ConnectionOwner(Protocol):
 
     handler: Handler
     limits: Limits
+    refused: Callable[[HTTPStatus], None]
 
     def opened(self, connection: "ServerConnection") -> bool:
         """Whether there is room for one more."""
@@ -218,6 +219,7 @@ class ServerConnection(asyncio.Protocol):
     # Closing, reading, time
 
     def _refuse(self, refusal: Refusal) -> None:
+        self._owner.refused(refusal.status)
         responder = Responder(self._transport, self._flow, method="", http_version="1.1", keep_alive=False)
         responder.send(refusal.status, _JSON, error_body(refusal.message, refusal.status))
         if self._transport.can_write_eof():

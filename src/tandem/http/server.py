@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
+from http import HTTPStatus
 
 from tandem.http._responder import Responder
 from tandem.http._server_connection import Handler, ServerConnection
@@ -25,9 +27,16 @@ _CLOSING = 10.0
 class Server:
     """A running server; see `serve`."""
 
-    def __init__(self, handler: Handler, limits: Limits, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        limits: Limits,
+        tls: Tls | None = None,
+        on_refused: Callable[[HTTPStatus], None] = lambda status: None,
+    ) -> None:
         self.handler = handler
         self.limits = limits
+        self.refused = on_refused
         self._tls = tls
         self._connections: set[ServerConnection] = set()
         self._turned_away: set[ServerConnection] = set()
@@ -91,7 +100,11 @@ class Server:
         self._empty.clear()
         over = len(self._connections) - len(self._turned_away) > self.limits.connections
         # The event loop may have accepted it before the listener was closed.
-        if self._stopping or (over and len(self._turned_away) >= _TOLD):
+        if self._stopping:
+            connection.abort()
+            return True
+        if over and len(self._turned_away) >= _TOLD:
+            self.refused(HTTPStatus.SERVICE_UNAVAILABLE)
             connection.abort()
             return True
         if over:
@@ -106,13 +119,20 @@ class Server:
 
 
 async def serve(
-    handler: Handler, host: str, port: int, *, limits: Limits | None = None, tls: Tls | None = None
+    handler: Handler,
+    host: str,
+    port: int,
+    *,
+    limits: Limits | None = None,
+    tls: Tls | None = None,
+    on_refused: Callable[[HTTPStatus], None] = lambda status: None,
 ) -> Server:
     """Listen on `host` and `port` (0: any free one) and answer requests with `handler`; over TLS where `tls`
-    is given.
+    is given. `on_refused` is told of what the handler does not see: requests, and connections, that are
+    refused as they come.
 
     Raises `OSError` if the address cannot be had.
     """
-    server = Server(handler, limits or Limits(), tls)
+    server = Server(handler, limits or Limits(), tls, on_refused)
     await server._listen(host, port)
     return server

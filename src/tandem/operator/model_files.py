@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from tandem.api.conventions import LONGEST_PATH
 from tandem.engine import flag_value
 from tandem.engine.roles import model_argument
 from tandem.operator.plan import Plan
 from tandem.operator.pools import Pool
+from tandem.operator.texts import shortened
 from tandem.operator.weights import in_folder
 
 PATH = "/tandem/model/"
@@ -70,6 +72,7 @@ def _why_not(plan: Plan, pool: Pool) -> str | None:
         return f"--chat-template {template}: is a file that the router has not; give the template's text"
     if not in_folder(plan, where):
         return "the model's files are not on the volume of spec.worker.modelVolumeMount before engines start"
-    if not re.fullmatch(r"/[A-Za-z0-9._/-]+", where):
-        return f"{where}: nginx is given no paths but of letters, digits, . _ - and /"
+    if len(where) > LONGEST_PATH or not re.fullmatch(r"/[A-Za-z0-9._/-]+", where):
+        most = f"at most {LONGEST_PATH:,} letters, digits, . _ - and /"
+        return f"{shortened(where, 100)}: nginx is given no paths but of {most}"
     return None

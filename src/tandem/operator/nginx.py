@@ -17,6 +17,12 @@ from tandem.operator.wishes import invocation_path
 
 LARGEST_BODY = "10m"
 
+MOST_REQUESTS = 65535
+"""nginx takes no higher limit, and has no room for so many connections."""
+_OVER = 429
+"""By this nginx knows for itself that the limit is reached: it would not take each status that clients may
+get."""
+
 _GENERATION = (
     "/invocations",
     "/v1/chat/completions",
@@ -103,17 +109,15 @@ def _server(plan: Plan, pool: Pool) -> Iterator[str]:
     yield from _answer("@too_slow", 504, too_slow)
     cap = _cap(plan, pool)
     if cap is not None:
-        most, status, body = cap
-        yield from _answer("@overflow", status, body, retry_after=1)
+        yield from _answer("@overflow", cap[1], cap[2], retry_after=1)
     generation = dict.fromkeys((invocation_path(plan.spec), *_GENERATION))
     for path in generation:
         yield f"location = {path} {{"
         if cap is not None:
-            most, status, _ = cap
-            yield f"  limit_conn requests {most};"
-            yield f"  limit_conn_status {status};"
-            yield f"  error_page {status} @overflow;"
-            yield from (f"  {line}" for line in _error_pages(but=status))
+            yield f"  limit_conn requests {cap[0]};"
+            yield f"  limit_conn_status {_OVER};"
+            yield f"  error_page {_OVER} = @overflow;"
+            yield from (f"  {line}" for line in _error_pages())
         yield f"  proxy_pass http://engine{path};"
         yield "}"
     health = plan.balancer.health_path
@@ -145,13 +149,17 @@ def _cap(plan: Plan, pool: Pool) -> tuple[int, int, str] | None:
         "max_queue_size": waiting,
         "current": running,
     }
-    return running + waiting, limits.overflow_status_code, json.dumps(body, separators=(",", ":"))
+    return (
+        min(running + waiting, MOST_REQUESTS),
+        limits.overflow_status_code,
+        json.dumps(body, separators=(",", ":")),
+    )
 
 
-def _error_pages(but: int | None = None) -> Iterator[str]:
+def _error_pages() -> Iterator[str]:
     """nginx's own errors; what the engine answers is passed on as it is."""
     pages = {413: "@too_large", 502: "@no_engine", 504: "@too_slow"}
-    yield from (f"error_page {status} = {page};" for status, page in pages.items() if status != but)
+    yield from (f"error_page {status} = {page};" for status, page in pages.items())
 
 
 def _answer(location: str, status: int, body: str, *, retry_after: int | None = None) -> Iterator[str]:

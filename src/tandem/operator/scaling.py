@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any
 from urllib.parse import urlsplit
 
+from tandem.api.conventions import MOST_ROUTERS
 from tandem.operator import names
 from tandem.operator.errors import RenderError
 from tandem.operator.plan import Plan
@@ -21,7 +23,10 @@ def router_scaling(plan: Plan) -> AutoScaling | None:
     routing = plan.spec.intelligent_routing_spec
     if routing is None or not plan.routed or plan.lmcache_pd:
         return None
-    return autoscaling(routing.auto_scaling_spec, _ROUTER)
+    asked = autoscaling(routing.auto_scaling_spec, _ROUTER)
+    if asked is None:
+        return None
+    return replace(asked, minimum=min(asked.minimum, MOST_ROUTERS), maximum=min(asked.maximum, MOST_ROUTERS))
 
 
 def at_start(plan: Plan, scaling: AutoScaling | None, replicas: int) -> int | None:
@@ -54,6 +59,13 @@ def notes(plan: Plan) -> list[str]:
     routing = plan.spec.intelligent_routing_spec
     if plan.lmcache_pd and routing is not None and routing.auto_scaling_spec is not None:
         found.append(f"{_ROUTER}: without effect: prefillers notify one router, so with LMCache there is one")
+    scaled = router_scaling(plan)
+    if (
+        scaled is not None
+        and routing is not None
+        and scaled != autoscaling(routing.auto_scaling_spec, _ROUTER)
+    ):
+        found.append(f"{_ROUTER}: an endpoint has at most {MOST_ROUTERS} routers")
     return found
 
 

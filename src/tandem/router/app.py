@@ -266,7 +266,7 @@ async def running(
         if config.admin_port is not None:
             app.admin = await listen(admin, "--admin-", config.admin_host, config.admin_port)
             stack.push_async_callback(app.admin.close)
-        server = await stack.enter_async_context(listening(config, app))
+        server = await stack.enter_async_context(listening(config, app, metrics.count_refused))
         try:
             yield server, app
         finally:

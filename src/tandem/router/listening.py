@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from typing import Any
 
 from tandem.config import RouterConfig
 from tandem.http import BadTls, Cors, Handler, Limits, Server, Tls, TlsFiles, serve, with_cors
@@ -18,13 +20,18 @@ _FILES_BESIDE = 512
 
 
 @asynccontextmanager
-async def listening(config: RouterConfig, handler: Handler) -> AsyncIterator[Server]:
+async def listening(
+    config: RouterConfig, handler: Handler, on_refused: Callable[[HTTPStatus], None]
+) -> AsyncIterator[Server]:
     """A server for clients; closing it is the block's. Raises OSError and ValueError that name the flags."""
     if config.cors_origins:
         methods = config.cors_methods or Cors.methods
         handler = with_cors(handler, Cors(frozenset(config.cors_origins), methods, config.cors_headers))
     tls = _tls(config)
-    server = await listen(handler, "--", config.host, config.port, limits=_limits(config), tls=tls)
+    limits = _limits(config)
+    server = await listen(
+        handler, "--", config.host, config.port, limits=limits, tls=tls, on_refused=on_refused
+    )
     following = asyncio.create_task(tls.follow()) if tls is not None else None
     try:
         yield server
@@ -35,18 +42,10 @@ async def listening(config: RouterConfig, handler: Handler) -> AsyncIterator[Ser
                 await following
 
 
-async def listen(
-    handler: Handler,
-    flags: str,
-    host: str,
-    port: int,
-    *,
-    limits: Limits | None = None,
-    tls: Tls | None = None,
-) -> Server:
-    """Raises OSError that names the flags of the place: those that begin so."""
+async def listen(handler: Handler, flags: str, host: str, port: int, **more: Any) -> Server:
+    """As `http.serve`. Raises OSError that names the flags of the place: those that begin so."""
     try:
-        return await serve(handler, host, port, limits=limits, tls=tls)
+        return await serve(handler, host, port, **more)
     except OSError as error:
         raise OSError(f"{flags}host {host} {flags}port {port}: cannot listen there: {error}") from error
 

@@ -82,6 +82,12 @@ class Metrics:
             ["path"],
             registry=self.registry,
         )
+        self.refused = Counter(
+            "tandem_refused",
+            "Requests, and connections, of clients that were refused as they came, by status.",
+            ["status"],
+            registry=self.registry,
+        )
         self.registry.register(_Engines(fleet, budgets))
         if knowledge is not None:
             self.registry.register(knowledge)
@@ -89,6 +95,10 @@ class Metrics:
             self.registry.register(keys)
         self.registry.register(_Waiting(gate, line, handovers))
         self.registry.register(_Sources(sources))
+
+    def count_refused(self, status: int) -> None:
+        """A client was refused before there was a request to route."""
+        self.refused.labels(str(int(status))).inc()
 
     def render(self) -> bytes:
         """The text exposition format."""

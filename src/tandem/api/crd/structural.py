@@ -79,7 +79,7 @@ def _object(value: dict[Any, Any], schema: dict[str, Any], at: Location) -> Iter
     known: dict[str, Any] = schema.get("properties", {})
     for name in schema.get("required", ()):
         if value.get(name) is None and "default" not in known[name]:
-            yield (*at, name), "is required"
+            yield (*at, name), "is required" + (_without_value(known[name]) if name in value else "")
     for name, item in value.items():
         inner = known.get(name) or schema.get("additionalProperties")
         if inner is not None:
@@ -180,6 +180,12 @@ def _number(value: float, schema: dict[str, Any], at: Location) -> Iterator[tupl
         yield at, f"must be at least {low} (it is {value})"
     if high is not None and value > high:
         yield at, f"must be at most {high} (it is {value})"
+
+
+def _without_value(schema: dict[str, Any]) -> str:
+    """Of a required field that is there and null."""
+    written = "; write {} if nothing is to be said in it" if schema.get("type") == "object" else ""
+    return f", and has no value here{written}"
 
 
 def _advice(kind: str, value: Any) -> str:

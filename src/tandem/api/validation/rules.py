@@ -133,6 +133,7 @@ _WARNINGS = {
     "IEC723": "The engine listens on its own pod's loopback address",
     "IEC724": "The AWS region is needed, which the resource does not name",
     "IEC725": "No flag names the model",
+    "IEC726": "More routers than an endpoint can have",
 }
 
 _BY_API_SERVER = (

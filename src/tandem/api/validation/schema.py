@@ -60,7 +60,7 @@ def rule_of(message: str) -> str:
     """The rule behind what `schema_problems` says."""
     if message.startswith("is not a field"):
         return "IEC101"
-    if message == "is required":
+    if message.startswith("is required"):
         return "IEC102"
     if message.startswith("is given twice"):
         return "IEC105"
@@ -86,6 +86,8 @@ _ADVICE = {
     "hostedZoneId": "give the id alone, as Z0123456789ABC",
     "tlsCertificateOutputS3Uri": "write it as s3://BUCKET/FOLDER",
     "s3Uri": "write it as s3://BUCKET/FOLDER",
+    "serviceAccountName": "lower-case letters, digits, '-' and '.', as Kubernetes names it",
+    "schedulerName": "lower-case letters, digits, '-' and '.', as Kubernetes names it",
 }
 """What to do, by the field's name, where the schema's own words (a pattern, say) do not tell."""
 

@@ -16,6 +16,7 @@ from tandem.api.validation.checks.placement import (
 from tandem.api.validation.checks.pods import (
     added_volumes,
     folder_errors,
+    image_errors,
     mount_errors,
     variable_errors,
     volume_errors,
@@ -56,6 +57,7 @@ def annotation_checks(subject: Subject) -> Iterator[Found]:
     for role in Role:
         wanted = extensions.roles[role]
         at = ("metadata", "annotations", f"{PREFIX}{role}-")
+        yield from image_errors(wanted.image, (*at[:2], f"{at[2]}image"))
         volumes = list(wanted.volumes)
         shared = volume_names(subject)
         for i, volume in enumerate(volumes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from tandem.api.crd.structural import Location
 from tandem.api.validation.checks.resources import ROLES
 from tandem.api.validation.metadata import key_mistake, label_mistake
 from tandem.api.validation.report import Found
-from tandem.api.validation.subject import Subject, location, objects_in
+from tandem.api.validation.subject import Subject, location, objects_in, whole
 
 DPD_TYPES = (
     "ml.p5.48xlarge",
@@ -103,6 +104,9 @@ def node_affinity_errors(affinity: Any, at: Location) -> Iterator[Found]:
     terms = list(objects_in(required.get("nodeSelectorTerms") if isinstance(required, dict) else None, below))
     name = "preferredDuringSchedulingIgnoredDuringExecution"
     for where, wish in objects_in(affinity.get(name), (*at, name)):
+        weight = whole(wish.get("weight"))
+        if weight is not None and not 1 <= weight <= 100:
+            yield Found("IEC233", (*where, "weight"), f"must be from 1 to 100 (it is {weight})")
         if isinstance(term := wish.get("preference"), dict):
             terms.append(((*where, "preference"), term))
     for where, term in terms:
@@ -113,16 +117,48 @@ def node_affinity_errors(affinity: Any, at: Location) -> Iterator[Found]:
             if isinstance(operator, str) and operator not in _OPERATORS:
                 said = f"must be one of {', '.join(_OPERATORS)} (it is {operator!r})"
                 yield Found("IEC233", (*place, "operator"), said)
+            elif isinstance(values := asked.get("values") or [], list) and (
+                what := _values(operator, values)
+            ):
+                yield Found("IEC233", (*place, "values"), f"must be {what}, as the operator is {operator}")
+
+
+def _values(operator: Any, values: list[Any]) -> str | None:
+    """What the values of a requirement must be, where they are not."""
+    if operator in ("In", "NotIn") and not values:
+        return "at least one value"
+    if operator in ("Exists", "DoesNotExist") and values:
+        return "left out"
+    one_number = len(values) == 1 and re.fullmatch(r"-?[0-9]+", str(values[0]), re.ASCII)
+    return "one whole number in quotes" if operator in ("Gt", "Lt") and not one_number else None
+
+
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def toleration_errors(tolerations: Any, at: Location) -> Iterator[Found]:
     """Mistakes in a list of Tolerations that lies at `at`."""
     for where, toleration in objects_in(tolerations, at):
-        key, operator = toleration.get("key"), toleration.get("operator")
+        key, operator, effect = (toleration.get(name) for name in ("key", "operator", "effect"))
+        value = toleration.get("value") or ""
         if key and (mistake := key_mistake(key)):
             yield Found("IEC233", (*where, "key"), mistake)
         if operator and operator not in ("Equal", "Exists"):
             yield Found("IEC233", (*where, "operator"), f"must be Equal or Exists (it is {operator!r})")
+        elif not key and operator != "Exists":
+            yield Found("IEC233", (*where, "operator"), "must be Exists where there is no key")
+        elif operator == "Exists" and value:
+            yield Found("IEC233", (*where, "value"), "must be left out, as the operator is Exists")
+        elif mistake := label_mistake(value):
+            yield Found("IEC233", (*where, "value"), mistake)
+        if effect and effect not in _EFFECTS:
+            yield Found(
+                "IEC233", (*where, "effect"), f"must be one of {', '.join(_EFFECTS)} (it is {effect!r})"
+            )
+        elif "tolerationSeconds" in toleration and effect != "NoExecute":
+            yield Found(
+                "IEC233", (*where, "tolerationSeconds"), "must be left out unless effect is NoExecute"
+            )
 
 
 def _labels(subject: Subject) -> Iterator[Found]:

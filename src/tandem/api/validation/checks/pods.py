@@ -25,13 +25,13 @@ def pod_checks(subject: Subject) -> Iterator[Found]:
     yield from _ports(subject)
     yield from _names(subject)
     yield from _counts(subject)
-    image = subject.get("spec.worker.image")
+    yield from image_errors(subject.get("spec.worker.image"), location("spec.worker.image"))
+
+
+def image_errors(image: Any, at: Location) -> Iterator[Found]:
+    """Whether a text cannot be an image's name, which lies at `at`."""
     if isinstance(image, str) and (not image.strip() or re.search(r"\s|://", image)):
-        yield Found(
-            "IEC233",
-            location("spec.worker.image"),
-            f"must be an image's name, without spaces and https:// (it is {image!r})",
-        )
+        yield Found("IEC233", at, f"must be an image's name, without spaces and https:// (it is {image!r})")
 
 
 def _counts(subject: Subject) -> Iterator[Found]:
@@ -50,9 +50,16 @@ def volume_errors(volumes: Any, at: Location) -> Iterator[Found]:
         sources = sorted(set(volume) - {"name"})
         if len(sources) > 1:
             yield Found("IEC224", where, f"has several sources, {' and '.join(sources)}; a volume has one")
-        path, kind = (_of_host_path(volume, field) for field in ("path", "type"))
+        if _of(volume, "persistentVolumeClaim", "claimName") == "":
+            said = "must not be empty: the name of a claim in the endpoint's namespace"
+            yield Found("IEC230", (*where, "persistentVolumeClaim", "claimName"), said)
+        path, kind = (_of(volume, "hostPath", field) for field in ("path", "type"))
         if path == "":
             yield Found("IEC230", (*where, "hostPath", "path"), "must not be empty: a folder of the node")
+        if path and ".." in path.split("/"):
+            yield Found(
+                "IEC233", (*where, "hostPath", "path"), f"must be a path without '..' (it is {path!r})"
+            )
         if kind and kind not in _HOST_PATH_TYPES:
             said = f"must be one of {', '.join(_HOST_PATH_TYPES)} (it is {kind!r})"
             yield Found("IEC233", (*where, "hostPath", "type"), said)
@@ -69,9 +76,11 @@ _HOST_PATH_TYPES = (
 )
 
 
-def _of_host_path(volume: dict[str, Any], field: str) -> Any:
-    source = volume.get("hostPath")
-    return source.get(field) if isinstance(source, dict) else None
+def _of(volume: dict[str, Any], source: str, field: str) -> str | None:
+    """A text of one of a volume's sources."""
+    given = volume.get(source)
+    text = given.get(field) if isinstance(given, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _names_of(listed: list[tuple[Location, dict[str, Any]]], what: str) -> Iterator[Found]:
@@ -148,13 +157,25 @@ def _container_names(subject: Subject) -> set[str]:
     """Of the containers that Tandem puts into model pods."""
     endpoint = subject.text("metadata.name")
     engines = {f"{role}-{endpoint}" for role in Role} if subject.disaggregated else {endpoint}
-    named = engines | {conventions.PROXY_CONTAINER}
+    return engines | _beside_engine(subject)
+
+
+def _beside_engine(subject: Subject) -> set[str]:
+    """Of the containers that Tandem puts into model pods beside the engine's."""
+    named = {conventions.PROXY_CONTAINER}
     if subject.flag("spec.metrics.enabled", default=True):
         named.add(conventions.COLLECTOR_CONTAINER)
     if _fetches(subject):
         downloads = _source(subject) == "huggingface"
         named.add(conventions.DOWNLOAD_CONTAINER if downloads else conventions.COPY_CONTAINER)
     return named
+
+
+_OF_CONTAINERS = {
+    "imagePullPolicy": ("Always", "IfNotPresent", "Never"),
+    "restartPolicy": ("Always", "OnFailure", "Never"),
+    "terminationMessagePolicy": ("File", "FallbackToLogsOnError"),
+}
 
 
 def _init_containers(subject: Subject) -> Iterator[Found]:
@@ -168,6 +189,12 @@ def _init_containers(subject: Subject) -> Iterator[Found]:
             yield Found("IEC222", (*where, "name"), said)
         if not container.get("image"):
             yield Found("IEC230", (*where, "image"), "is required: the init container's image")
+        else:
+            yield from image_errors(container["image"], (*where, "image"))
+        for field, allowed in _OF_CONTAINERS.items():
+            if (value := container.get(field)) and value not in allowed:
+                said = f"must be one of {', '.join(allowed)} (it is {value!r})"
+                yield Found("IEC233", (*where, field), said)
         yield from mount_errors(container.get("volumeMounts"), (*where, "volumeMounts"), volumes)
         yield from variable_errors(container.get("env"), (*where, "env"))
 
@@ -212,6 +239,7 @@ def _probes(subject: Subject) -> Iterator[Found]:
             yield Found(
                 "IEC227", location(path), f"must have exactly one of {', '.join(_HANDLERS)}; it {given}"
             )
+        yield from _probe_ports(subject, probe, location(path))
         if name != "readinessProbe" and probe.get("successThreshold", 1) != 1:
             yield Found(
                 "IEC227",
@@ -228,6 +256,23 @@ def _probes(subject: Subject) -> Iterator[Found]:
             yield Found("IEC227", at, "must be left out: a readinessProbe ends no container")
         elif grace is not None and grace < 1:
             yield Found("IEC227", at, f"must be at least 1 (it is {grace})")
+
+
+def _probe_ports(subject: Subject, probe: dict[str, Any], at: Location) -> Iterator[Found]:
+    """Numbers that are no ports, and names that none of the engine's has."""
+    own = subject.text("spec.worker.modelInvocationPort.name", "http")
+    for handler in ("grpc", "httpGet", "tcpSocket"):
+        given = probe.get(handler)
+        port = given.get("port") if isinstance(given, dict) else None
+        number = whole(port)
+        if number is not None and not 1 <= number <= 65535:
+            yield Found("IEC227", (*at, handler, "port"), f"must be from 1 to 65535 (it is {number})")
+        elif isinstance(port, str) and port != own:
+            said = f"must be a number without quotes, or {own}, the engine's port (it is {port!r})"
+            yield Found("IEC227", (*at, handler, "port"), said)
+    scheme = _of(probe, "httpGet", "scheme")
+    if scheme and scheme not in ("HTTP", "HTTPS"):
+        yield Found("IEC227", (*at, "httpGet", "scheme"), f"must be HTTP or HTTPS (it is {scheme!r})")
 
 
 def _ports(subject: Subject) -> Iterator[Found]:
@@ -255,6 +300,9 @@ def _names(subject: Subject) -> Iterator[Found]:
     name, namespace = subject.text("metadata.name"), subject.text("metadata.namespace")
     if not name:
         return
+    if not subject.disaggregated and name in _beside_engine(subject):
+        said = f"is {name!r}, as a container beside the engine, which has this name, too; choose another"
+        yield Found("IEC222", location("metadata.name"), said)
     longest = f"{name}-{namespace or 'default'}-routing-service" if subject.routed else name
     if len(longest) > 63 or "." in name or not name[0].isalpha():
         yield Found(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.api.crd import schema_problems
+from tandem.api.crd.structural import Location
 from tandem.api.quantities import EFA, GPU, MOST_DEVICES, devices, quantity
 from tandem.api.validation.metadata import key_mistake
 from tandem.api.validation.report import Found
@@ -26,27 +27,32 @@ _PATHS = (
 
 def resource_checks(subject: Subject) -> Iterator[Found]:
     for path in _PATHS:
-        yield from _amounts(subject, path)
+        yield from _amounts(subject.object(path), location(path))
+    for where, container in subject.objects("spec.kubernetes.initContainers"):
+        if isinstance(given := container.get("resources"), dict):
+            yield from _amounts(given, (*where, "resources"))
     yield from _gpus(subject)
 
 
-def _amounts(subject: Subject, path: str) -> Iterator[Found]:
-    if subject.get(f"{path}.claims"):
+def _amounts(resources: dict[str, Any], place: Location) -> Iterator[Found]:
+    if resources.get("claims"):
         yield Found(
             "IEC233",
-            location(f"{path}.claims"),
+            (*place, "claims"),
             "names claims of the pod, and the resource has no field for those: Kubernetes refuses the pod",
         )
-    limits, requests = subject.object(f"{path}.limits"), subject.object(f"{path}.requests")
+    limits, requests = (
+        given if isinstance(given := resources.get(name), dict) else {} for name in ("limits", "requests")
+    )
     for section, amounts in (("limits", limits), ("requests", requests)):
         for name, given in amounts.items():
             if mistake := _no_resource(str(name)):
-                yield Found("IEC226", location(path, section, str(name)), mistake)
+                yield Found("IEC226", (*place, section, str(name)), mistake)
             if what := _no_amount(name, given):
-                yield Found("IEC226", location(path, section, name), f"{what} (it is {given})")
+                yield Found("IEC226", (*place, section, name), f"{what} (it is {given})")
     for name, given in requests.items():
         asked, most = quantity(given), quantity(limits.get(name))
-        at = location(path, "requests", name)
+        at = (*place, "requests", name)
         if asked is None or (name in limits and most is None):
             continue
         if most is None and _extended(name):

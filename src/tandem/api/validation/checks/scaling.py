@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tandem.api.conventions import MOST_ROUTERS
 from tandem.api.crd.structural import Location
 from tandem.api.validation.checks.source import REGION, bucket_region
 from tandem.api.validation.report import Found
@@ -41,6 +42,8 @@ def scaling_checks(subject: Subject) -> Iterator[Found]:
         if not subject.has(path) or (path == "spec.autoScalingSpec" and subject.disaggregated):
             continue
         scaling = subject.object(path)
+        if replicas is None:
+            yield from _routers(scaling, location(path))
         yield from _bounds(subject, path, replicas)
         yield from _triggers(scaling, location(path))
         if _has_cloudwatch(scaling) and not bucket_region(subject):
@@ -48,6 +51,14 @@ def scaling_checks(subject: Subject) -> Iterator[Found]:
         if replicas and not any(scaling.get(f"{kind}{end}") for kind in _NEEDED for end in ("", "List")):
             said = "has no trigger, so the number of pods stays as it is set; add one"
             yield Found("IEC715", location(path), said)
+
+
+def _routers(scaling: dict[str, Any], at: Location) -> Iterator[Found]:
+    for name in ("minReplicaCount", "maxReplicaCount"):
+        count = whole(scaling.get(name))
+        if count is not None and count > MOST_ROUTERS:
+            said = f"is {count}; an endpoint has at most {MOST_ROUTERS} routers: no quota of its own counts"
+            yield Found("IEC726", (*at, name), said)
 
 
 def _has_cloudwatch(scaling: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tandem.api.conventions import DEFAULT_MOUNT, RESERVED_VOLUMES
+from tandem.api.conventions import DEFAULT_MOUNT, LONGEST_PATH, RESERVED_VOLUMES
 from tandem.api.validation.checks.pods import folder_errors
 from tandem.api.validation.metadata import is_object_name
 from tandem.api.validation.report import Found
@@ -21,7 +21,7 @@ REGION = "the resource names none, so nothing can be made of it without the oper
 
 
 _MOUNT_OPTIONS = (
-    ("s3Storage.bucketName", r"\S+", "a bucket's name, without spaces"),
+    ("s3Storage.bucketName", r"[^\s-]\S*", "a bucket's name, without spaces"),
     ("s3Storage.region", r"[a-z0-9-]+", "a region's name, as us-east-2"),
     ("modelLocation", r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]+", "a folder's name on one line"),
 )
@@ -135,11 +135,12 @@ def _model_volume(subject: Subject) -> Iterator[Found]:
             "IEC234", location(f"{_MOUNT}.name"), f"is {name!r}, a name that is taken; choose another"
         )
     path = subject.text(f"{_MOUNT}.mountPath", DEFAULT_MOUNT)
-    if not path.startswith("/") or re.search(r":|/\.\.(/|$)", path):
+    if not path.startswith("/") or re.search(r":|/\.\.(/|$)", path) or len(path) > LONGEST_PATH:
         yield Found(
             "IEC233",
             location(f"{_MOUNT}.mountPath"),
-            f"must be an absolute path without ':' and '..' (it is {path!r})",
+            f"must be an absolute path of at most {LONGEST_PATH:,} characters, without ':' and '..' (it is "
+            f"{path!r})",
         )
     else:
         yield from folder_errors(path, location(f"{_MOUNT}.mountPath"))
