@@ -86,9 +86,15 @@ def test_a_detached_one_heals_itself_outlives_a_hang_up_and_is_stopped(tmp_path:
 
         explained = {"x-tandem-explain": "1"}
         long = {"prompt": "a b c " * 100, "max_tokens": 4}
-        answer = httpx.post(
-            f"{url}/v1/completions", json=long, headers=explained, timeout=60, trust_env=False
-        )
+
+        def sent() -> httpx.Response:
+            return httpx.post(
+                f"{url}/v1/completions", json=long, headers=explained, timeout=60, trust_env=False
+            )
+
+        # A router that has noticed nothing of the restart yet proves the new process first: 503 till then.
+        eventually(lambda: sent().status_code == 200)
+        answer = sent()
         assert answer.headers["x-tandem-prefill-url"] == after["prefill-0"]["url"], answer.text
 
         console = tandem("logs", "up").stdout
