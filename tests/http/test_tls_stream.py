@@ -193,6 +193,16 @@ def test_each_end_is_told_of_the_others(contexts: Contexts) -> None:
     peers.step(peers.client.unwrap)  # would raise without our own close_notify
 
 
+def test_what_cannot_be_read_is_an_end_at_once(contexts: Contexts) -> None:
+    """The socket's closes only when the peer has taken all that it was sent, which it may never do."""
+    peers = Peers(*contexts)
+    peers.shake_hands()
+    peers.client.write(b"damaged")
+    sent = peers.sent()
+    peers.connection.data_received(sent[:-1] + bytes([sent[-1] ^ 1]))
+    assert (peers.top.received, peers.top.ended, peers.wire.closed) == (b"", True, True)
+
+
 def test_nothing_is_sent_or_heard_behind_the_end(contexts: Contexts) -> None:
     peers = Peers(*contexts)
     peers.shake_hands()

@@ -93,6 +93,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         except ssl.SSLError as error:
             log.debug("TLS with %s failed: %s", self.get_extra_info("peername"), error.reason or error)
             self._flush()  # the alert, which says why
+            self.eof_received()  # now: it may be long until the client has taken what it has not yet
             self._transport.close()
             return
         if fresh and self._stream.established:
