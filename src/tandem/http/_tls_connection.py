@@ -135,9 +135,6 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             self._stream.send(view[start : start + _AT_ONCE])
             self._flush()
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def write_eof(self) -> None:
         if not self._ended:
             self._ended = True
