@@ -183,6 +183,22 @@ def test_what_is_written_before_the_handshake_is_done_goes_out_after_it(
     assert peers.read() == (b"" if ends else b"late")
 
 
+def test_the_rest_of_an_answer_is_not_written_to_a_socket_that_has_failed(contexts: Contexts) -> None:
+    """The event loops warn of each such write."""
+    peers = Peers(*contexts)
+    peers.shake_hands()
+    write, written = peers.wire.write, []
+
+    def fails(data: bytes | bytearray | memoryview) -> None:
+        write(data)
+        written.append(len(data))
+        peers.wire.close()
+
+    peers.wire.write = fails  # type: ignore[method-assign]
+    peers.connection.write(b"x" * 3_000_000)
+    assert len(written) == 1
+
+
 def test_each_end_is_told_of_the_others(contexts: Contexts) -> None:
     peers = Peers(*contexts)
     peers.shake_hands()

@@ -125,13 +125,15 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
     # What the connection on top calls
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._ended or self._transport.is_closing():
+        if self._ended:
             return
         if not self._stream.established:
             self._early += data
             return
         view = memoryview(data)
         for start in range(0, len(view), _AT_ONCE):
+            if self._transport.is_closing():
+                return
             self._stream.send(view[start : start + _AT_ONCE])
             self._flush()
 
