@@ -81,6 +81,17 @@ def fake_prove(monkeypatch: pytest.MonkeyPatch, outcome: Proof | Exception) -> N
             "http://r cannot be reached: refused. Start one with `tandem up`.",
         ),
         (httpx.ReadTimeout(""), 3, "http://r cannot be reached: ReadTimeout. Start one with `tandem up`."),
+        (
+            httpx.ConnectError("refused", request=httpx.Request("GET", "http://r/metrics")),
+            3,
+            "http://r cannot be reached: refused. Start one with `tandem up`.",
+        ),
+        (
+            httpx.ConnectError("refused", request=httpx.Request("GET", "http://r:8100/metrics")),
+            3,
+            "http://r:8100, an engine of http://r, cannot be reached: refused. "
+            "`tandem status` tells whether it starts.",
+        ),
         (httpx.InvalidURL("Invalid port: 'x'"), 2, "--url http://r: Invalid port: 'x'"),
     ],
 )

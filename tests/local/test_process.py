@@ -120,7 +120,8 @@ async def test_a_death_tells_who_how_why_and_where_to_read_more(start: Start) ->
 async def test_a_death_by_a_signal_is_told_by_its_name(start: Start) -> None:
     process = await start(program("p", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
     assert (await death(process)).startswith(
-        "p was killed by SIGKILL: no error in its log; so the kernel ends processes when memory runs out"
+        "p was killed by SIGKILL: no error in its log; somebody killed it, or the kernel did, "
+        "as it does when memory runs out (`dmesg` tells)\n"
     )
 
 

@@ -14,6 +14,8 @@ from tandem.cli.flags import port
 from tandem.cli.up import add_endpoint_arguments, code_of, plan_or_complain, run_until_signalled
 
 if TYPE_CHECKING:
+    import httpx
+
     from tandem.bench.proof import Proof
     from tandem.local.plan import LocalPlan
 
@@ -68,15 +70,27 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"--url {arguments.url}: {error}")
         return USAGE
     except httpx.HTTPError as error:
-        complain(
-            f"{arguments.url or 'the endpoint'} cannot be reached: {str(error) or type(error).__name__}. "
-            "Start one with `tandem up`."
-        )
+        complain(_unreachable(error, arguments.url))
         return ENVIRONMENT if arguments.url else FAILURE
     if not proofs:
         return INTERRUPTED
     _show(proofs[0], plan, arguments)
     return OK if proofs[0].held else FAILURE
+
+
+def _unreachable(error: httpx.HTTPError, url: str | None) -> str:
+    """What could not be reached: the router, or one of the engines behind it, whose counters are read."""
+    import httpx
+
+    why = str(error) or type(error).__name__
+    try:
+        asked = error.request.url
+    except RuntimeError:  # it failed before there was a request
+        asked = None
+    if url and asked and (asked.host, asked.port) != ((router := httpx.URL(url)).host, router.port):
+        engine = f"{asked.scheme}://{asked.netloc.decode()}"
+        return f"{engine}, an engine of {url}, cannot be reached: {why}. `tandem status` tells whether it starts."
+    return f"{url or 'the endpoint'} cannot be reached: {why}. Start one with `tandem up`."
 
 
 async def _prove(url: str, proofs: list[Proof]) -> None:

@@ -18,7 +18,7 @@ from tandem.local.log import cause_of_death, error_in, mark_restart
 _STOP_SECONDS = 10.0
 _CHILDREN_SECONDS = 3.0
 _OF_SIGNAL: dict[int, str] = {
-    signal.SIGKILL: "; so the kernel ends processes when memory runs out (`dmesg` tells)"
+    signal.SIGKILL: "; somebody killed it, or the kernel did, as it does when memory runs out (`dmesg` tells)"
 }
 
 

@@ -83,7 +83,7 @@ def _instead(path: Path) -> str:
             "config.json, tokenizer.json and *.safetensors."
         )
     if path.is_file():
-        return f"is a file. Name the folder that it lies in, {path.parent}."
+        return f"is a file. Name the folder that it lies in, {path.absolute().parent}."
     return "is not a folder on this machine. Models are not downloaded; put one there first."
 
 
