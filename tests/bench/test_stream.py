@@ -120,6 +120,7 @@ async def test_the_models_are_listed_by_name() -> None:
     [
         (b'{"data": []}', 200, "/v1/models names no model; is the endpoint ready"),
         (b"<html>", 200, "is no OpenAI endpoint: to /v1/models it answers '<html>'"),
+        (b"<html>\n<body>File not found", 404, "is no OpenAI endpoint: it has no /v1/models .HTTP 404.$"),
         (b'{"error": {"message": "no key"}}', 401, "/v1/models answered HTTP 401: no key"),
     ],
 )

@@ -56,6 +56,12 @@ def test_a_wrong_command_line_is_told_and_has_its_code(
     assert said in done.err
 
 
+def test_an_unknown_flag_is_told_with_the_usage_of_its_command(tandem_command: Tandem) -> None:
+    done = tandem_command("status", "--nonsense")
+    assert done.err.startswith("usage: tandem status ")
+    assert done.err.endswith("tandem status: error: unrecognized arguments: --nonsense\n")
+
+
 def test_router_flags_that_contradict_each_other_are_told(tandem_command: Tandem) -> None:
     done = tandem_command("router", "--prefill", "http://p:1")
     assert done.code == 2

@@ -126,6 +126,8 @@ async def served_models(client: httpx.AsyncClient, url: str) -> list[str]:
     there is no answer."""
     async with client.stream("GET", f"{url}/v1/models") as response:
         body = await _body(response)
+        if response.status_code == 404 and _object(body) is None:
+            raise RequestFailed(f"{url} is no OpenAI endpoint: it has no /v1/models (HTTP 404)", 404)
         if response.status_code != 200:
             raise RequestFailed(
                 f"{url}/v1/models answered HTTP {response.status_code}: {message_of(body)}",

@@ -70,7 +70,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(USAGE)
-    return parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:  # argparse would show the usage of `tandem`, and not of the command that lacks them
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
 
 
 def emit(text: str) -> int:
