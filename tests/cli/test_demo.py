@@ -90,7 +90,7 @@ def fake_prove(monkeypatch: pytest.MonkeyPatch, outcome: Proof | Exception) -> N
             httpx.ConnectError("refused", request=httpx.Request("GET", "http://r:8100/metrics")),
             3,
             "http://r:8100, an engine of http://r, cannot be reached: refused. "
-            "`tandem status` tells whether it starts.",
+            "`tandem status` tells whether it is being started.",
         ),
         (httpx.InvalidURL("Invalid port: 'x'"), 2, "--url http://r: Invalid port: 'x'"),
     ],

@@ -89,7 +89,10 @@ def _unreachable(error: httpx.HTTPError, url: str | None) -> str:
         asked = None
     if url and asked and (asked.host, asked.port) != ((router := httpx.URL(url)).host, router.port):
         engine = f"{asked.scheme}://{asked.netloc.decode()}"
-        return f"{engine}, an engine of {url}, cannot be reached: {why}. `tandem status` tells whether it starts."
+        return (
+            f"{engine}, an engine of {url}, cannot be reached: {why}. "
+            "`tandem status` tells whether it is being started."
+        )
     return f"{url or 'the endpoint'} cannot be reached: {why}. Start one with `tandem up`."
 
 
