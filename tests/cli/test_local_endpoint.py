@@ -87,15 +87,14 @@ def test_a_detached_one_heals_itself_outlives_a_hang_up_and_is_stopped(tmp_path:
         explained = {"x-tandem-explain": "1"}
         long = {"prompt": "a b c " * 100, "max_tokens": 4}
 
-        def sent() -> httpx.Response:
-            return httpx.post(
+        def prefiller() -> str | None:
+            """Of an answer; a router that has only just noticed a restart says 503 till that is proved."""
+            answer = httpx.post(
                 f"{url}/v1/completions", json=long, headers=explained, timeout=60, trust_env=False
             )
+            return answer.headers.get("x-tandem-prefill-url") if answer.status_code == 200 else None
 
-        # A router that has noticed nothing of the restart yet proves the new process first: 503 till then.
-        eventually(lambda: sent().status_code == 200)
-        answer = sent()
-        assert answer.headers["x-tandem-prefill-url"] == after["prefill-0"]["url"], answer.text
+        eventually(lambda: prefiller() == after["prefill-0"]["url"])
 
         console = tandem("logs", "up").stdout
         assert "prefill-0 was killed by SIGKILL" in console
@@ -164,6 +163,17 @@ def test_interrupting_the_wait_stops_what_was_to_be_detached(
     out, _ = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (130, "")
     assert nothing_is_left(pids)
+
+
+def test_who_waits_for_one_that_is_stopped_meanwhile_is_told(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port, before="sleep 600")
+    waiting = tandem.start("up", "--detach")
+    eventually(lambda: [f for f in find() if f.running and all(p.pid for p in f.state.processes)])
+    assert tandem("down").returncode == 0
+    out, err = waiting.communicate(timeout=60)
+    assert (waiting.returncode, out) == (130, "")
+    log = the_one().folder / "up.log"
+    assert err.endswith(f"tandem: `tandem up` was stopped before it was ready. Its log: {log}\n")
 
 
 def test_it_comes_up_though_nobody_waits_for_it_any_more(tmp_path: Path, port: int) -> None:

@@ -68,6 +68,22 @@ socket.socket(socket.AF_UNIX).bind(sys.argv[1])
 """
     + ENGINE
 )
+# Listens, and its log does not say so: with `--uvicorn-log-level warning`, say.
+SILENT = """
+import signal, socket
+print("INFO [core.py:1] Initializing a V1 LLM engine", flush=True)
+with socket.create_server(("127.0.0.1", {port})):
+    signal.pause()
+"""
+# Finds its port taken when it is about to listen.
+TOO_LATE = """
+import sys, time
+from pathlib import Path
+print("INFO [core.py:1] Initializing a V1 LLM engine", flush=True)
+while not Path({die!r}).exists():
+    time.sleep(0.01)
+sys.exit("OSError: [Errno 98] Address already in use")
+"""
 # As vLLM does: a thread dies, and the rest waits for it.
 PORT_TAKEN = """
 import signal
@@ -78,7 +94,7 @@ signal.pause()
 DIES = "import sys; sys.exit('ValueError: no room for the KV cache')"
 
 
-def engine(name: str, code: str, *arguments: str) -> EngineLaunch:
+def engine(name: str, code: str, *arguments: str, port: int) -> EngineLaunch:
     return EngineLaunch(
         name=name,
         role=Role.DECODE,
@@ -87,7 +103,7 @@ def engine(name: str, code: str, *arguments: str) -> EngineLaunch:
         not_inherited=(),
         cpus=(),
         gpus=(),
-        port=1,
+        port=port,
         side_channel_port=2,
         host="127.0.0.1",
     )
@@ -99,6 +115,8 @@ class Box:
     def __init__(self, folder: Path) -> None:
         self.logs = folder / "logs"
         self.go = folder / "go"
+        self.port = 1
+        """Of engines."""
         self.sockets: Path | None = None
         self.told: list[dict[str, str]] = []
         self.react: Callable[[dict[str, str]], None] = lambda doing: None
@@ -113,7 +131,8 @@ class Box:
         plan = LocalPlan(
             name="e",
             engines=tuple(
-                engine(f"decode-{i}", code, f"{self.sockets}/{i}.events") for i, code in enumerate(engines)
+                engine(f"decode-{i}", code, f"{self.sockets}/{i}.events", port=self.port)
+                for i, code in enumerate(engines)
             ),
             router=RouterConfig(port=port, decode=("http://127.0.0.1:1",)),
             router_argv=(sys.executable, "-c", router, str(self.go), str(port)),
@@ -254,6 +273,33 @@ async def test_progress_is_told_when_it_changes_and_not_otherwise(box: Box) -> N
     async with box.running(ENGINE):
         pass
     assert all(a != b for a, b in zip(box.told, box.told[1:], strict=False))
+
+
+async def test_an_engine_whose_log_does_not_say_that_it_answers_is_known_by_its_port(box: Box) -> None:
+    box.go.touch()
+    box.port = engine_ports(1, "127.0.0.1")[0].http
+    async with box.running(SILENT.format(port=box.port)):
+        assert box.told[-1] == {"decode-0": "starting the engine", "router": "ready"}
+
+
+async def test_an_engine_in_whose_place_another_program_answers_is_not_up(
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die, look = tmp_path / "die", endpoint_module.what_router_waits_for
+
+    async def die_once_the_router_is_content(client: httpx.AsyncClient, url: str) -> str:
+        missing = await look(client, url)
+        if not missing:
+            die.touch()
+        return missing
+
+    monkeypatch.setattr(endpoint_module, "what_router_waits_for", die_once_the_router_is_content)
+    box.go.touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        box.port = other.getsockname()[1]
+        with pytest.raises(LocalError, match="decode-0 ended with exit code 1: OSError: "):
+            async with box.running(TOO_LATE.format(die=str(die))):
+                pytest.fail("the block must not run")
 
 
 async def test_an_engine_that_dies_while_starting_ends_it_with_the_cause(box: Box) -> None:

@@ -108,6 +108,21 @@ def test_ports_cannot_be_noted_where_nothing_can_be_written(
         engine_ports(1, HOST)
 
 
+@pytest.mark.parametrize("made", ["others may write to it", "a link"])
+def test_notes_go_nowhere_where_another_user_could_lead_them(tmp_path: Path, made: str) -> None:
+    """To a file of this user's, say, which would be emptied."""
+    folder, elsewhere = tmp_path / f"tandem-ports-{os.getuid()}", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if made == "a link":
+        folder.symlink_to(elsewhere)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(LocalError, match=rf"^{folder} is not a folder of this user alone, .* set TMPDIR to "):
+        engine_ports(1, HOST)
+    assert list(folder.iterdir()) == []
+
+
 def test_an_address_that_no_port_can_be_had_of_is_told() -> None:
     with pytest.raises(LocalError, match=r"^Cannot listen on 203\.0\.113\.1: "):
         free_port(8000, "203.0.113.1")

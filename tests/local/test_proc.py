@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tandem.local.proc import Use, parent, started, use_of
+from tandem.local.proc import Use, command, members, parent, started, use_of
 
 # Works for half a second, has a child hold 50 MB, and waits.
 WORKS = """
@@ -32,8 +32,13 @@ def test_the_use_of_a_group_is_that_of_all_in_it() -> None:
         assert use[process.pid].memory_bytes > 55_000_000
         assert 0.5 <= use[process.pid].cpu_seconds < 60
         assert use[2**22 + 1] == Use()
+        assert process.pid in (group := members(process.pid))
+        assert {parent(pid) for pid in group} == {os.getpid(), process.pid}
+        assert command(process.pid) == (sys.executable, "-c", WORKS)
         process.communicate(b"\n")
     assert use_of([process.pid])[process.pid] == Use()
+    assert members(process.pid) == []
+    assert command(process.pid) is None
 
 
 def test_a_process_is_known_by_who_started_it_and_when() -> None:

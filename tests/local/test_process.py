@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.local import proc
 from tandem.local.errors import LocalError
 from tandem.local.process import Process, ProcessSpec
 from tandem.local.reaper import end_groups, reaper
@@ -62,6 +63,12 @@ async def test_a_restart_goes_on_in_the_same_log_and_tells_its_own_cause(tmp_pat
     second = await Process.start(program("p", "raise SystemExit(3)"), log, restart=1)
     assert (await death(second)).startswith("p ended with exit code 3: it wrote nothing\n")
     assert re.search(r"\nValueError: first\n==== tandem: restart 1 of p, .* ====\n$", log.read_text())
+
+
+async def test_a_full_disk_keeps_nothing_from_being_started_again() -> None:
+    process = await Process.start(program("p", "import signal; signal.pause()"), Path("/dev/full"), restart=1)
+    assert process.running
+    await process.stop()
 
 
 ANSWERS = """
@@ -147,9 +154,8 @@ SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER
 
 
-async def test_stopping_asks_first(start: Start) -> None:
-    code = """
-import signal, sys, time
+TIDY = """
+import signal, sys
 def tidy(*_):
     print("tidied up", flush=True)
     sys.exit()
@@ -158,7 +164,10 @@ print("up", flush=True)
 while True:
     signal.pause()
 """
-    process = await start(program("p", code))
+
+
+async def test_stopping_asks_first(start: Start) -> None:
+    process = await start(program("p", TIDY))
     await written(process.log)
     await process.stop()
     assert process.log.read_text() == "up\ntidied up\n"
@@ -170,6 +179,43 @@ async def test_one_that_does_not_listen_is_killed(start: Start) -> None:
     await written(process.log)
     await process.stop(patience=0.05)
     assert gone(process.pid)
+
+
+@pytest.mark.parametrize("by", ["whoever started it", "the reaper"])
+async def test_one_that_is_frozen_is_asked_first_too(start: Start, by: str) -> None:
+    process = await start(program("p", TIDY))
+    await written(process.log)
+    os.kill(process.pid, signal.SIGSTOP)
+    await (process.stop() if by != "the reaper" else asyncio.to_thread(end_groups, [process.pid]))
+    assert process.log.read_text() == "up\ntidied up\n"
+
+
+HOLDS = """
+import multiprocessing, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+held = multiprocessing.get_context("spawn").Lock()
+print(held._semlock.name, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("by", ["whoever started it", "the reaper"])
+async def test_what_a_killed_one_had_in_shared_memory_is_freed(start: Start, by: str) -> None:
+    """By Python's resource tracker, a process of its own beside it."""
+    process = await start(program("p", HOLDS))
+    held = Path("/dev/shm") / f"sem.{(await written(process.log)).strip().removeprefix('/')}"
+    try:
+        assert held.exists()
+        assert len(proc.members(process.pid)) == 2
+        if by == "the reaper":
+            await asyncio.to_thread(end_groups, [process.pid], 0.1)
+        else:
+            await process.stop(patience=0.1)
+        assert proc.members(process.pid) == []
+        assert not held.exists()
+    finally:
+        held.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("own_end", [True, False], ids=["after its own end", "running"])

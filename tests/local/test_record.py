@@ -42,10 +42,11 @@ def test_what_is_written_down_is_read_back(home: Path) -> None:
     assert [p.name for p in folder.iterdir()] == ["state.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"name": 5}', "[]"])
-def test_what_cannot_be_read_is_no_endpoint(text: str) -> None:
+@pytest.mark.parametrize("text", [b"", b"{", b"{}", b'{"name": 5}', b"[]", b"\0" * 512, b'{"name": "\xff"}'])
+def test_what_cannot_be_read_is_no_endpoint(text: bytes) -> None:
+    """As where the machine went down while it was written."""
     folder = write(endpoint("a", 8000))
-    (folder / "state.json").write_text(text)
+    (folder / "state.json").write_bytes(text)
     assert load(folder) is None
     assert find() == []
 
@@ -106,6 +107,16 @@ def test_a_second_one_is_told_of_the_first_and_how_to_stop_it() -> None:
     )
     with hold(folder):
         pass
+
+
+def test_a_second_one_is_told_that_what_a_killed_one_has_left_is_being_ended() -> None:
+    state = endpoint("a", 8000)
+    state.pid_started = (proc.started(os.getpid()) or 0) - 1
+    with hold(folder := write(state)), pytest.raises(LocalError) as error:
+        refuse_second(folder)
+    assert str(error.value) == (
+        "What a killed `tandem up` has left of a on port 8000 is just being ended. Try again in some seconds."
+    )
 
 
 def test_one_that_has_only_just_begun_is_told_of_by_its_folder(home: Path) -> None:

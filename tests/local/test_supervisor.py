@@ -238,6 +238,25 @@ async def test_one_that_cannot_be_started_is_tried_again(
     assert world.state.cause == "Cannot start decode-0: too many processes"
 
 
+async def test_when_it_is_started_again_is_known_once_it_has_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs takes its time to end."""
+    await world.start()
+    stop, may_stop = Process.stop, asyncio.Event()
+
+    async def slow(process: Process) -> None:
+        await may_stop.wait()
+        await stop(process)
+
+    monkeypatch.setattr(Process, "stop", slow)
+    await world.dies()
+    assert (world.state.state, world.state.restart_at) == ("restarting", None)
+    may_stop.set()
+    await eventually(lambda: world.state.restart_at is not None)
+    await world.restarts(after=1)
+
+
 async def test_one_that_neither_answers_nor_works_is_killed_and_started_again(world: World) -> None:
     await world.start(hung_after=100)
     first = world.member.process.pid

@@ -137,7 +137,9 @@ async def probe() -> AsyncIterator[Callable[..., Any]]:
     """Start a prober: `await probe(Probed(prefill=2))`; engines may be changed before."""
     async with AsyncExitStack() as stack:
 
-        async def start(probed: Probed, *, ready_interval: float = 0.002) -> Probed:
+        async def start(
+            probed: Probed, *, ready_interval: float = 0.002, waiting_interval: float = 0.001
+        ) -> Probed:
             await stack.enter_async_context(engines(*probed.prefill, *probed.decode))
             stack.push_async_callback(probed.client.aclose)
             prober = Prober(
@@ -147,7 +149,7 @@ async def probe() -> AsyncIterator[Callable[..., Any]]:
                 Counter(None, probed.legs, probed.fleet),
                 Handovers(Nixl(), probed.legs, probed.fleet, Notifications(), notification_timeout=1.0),
                 Budgets(),
-                waiting_interval=0.001,
+                waiting_interval=waiting_interval,
                 ready_interval=ready_interval,
                 canary_timeout=5.0,
             )
@@ -259,13 +261,13 @@ async def test_a_prefiller_that_is_visited_all_the_time_tells_its_metrics_as_oft
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_engine_that_failed_a_request_is_seen_at_once_to_be_another_process(
+async def test_an_engine_that_failed_a_request_is_seen_at_once_to_be_another_process_and_proved(
     probe: Any, role: str
 ) -> None:
     probed = Probed()
     (subject,) = getattr(probed, role)
     subject.metrics = b"process_start_time_seconds 1000\n"
-    await probe(probed, ready_interval=NEVER)
+    await probe(probed, ready_interval=NEVER, waiting_interval=NEVER)
     await until(probed.pairs)
     engine, canaries = probed.of(subject), len(subject.seen)
     subject.metrics = b"process_start_time_seconds 2000\n"

@@ -50,6 +50,9 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
         if not ready:
             code = child.wait()
             _show(shown)
+            if code == OK:  # it was told to end
+                complain(f"`tandem up` was stopped before it was ready. Its log: {log}")
+                return INTERRUPTED
             if code < 0:
                 complain(f"`tandem up` was killed by {signal_name(-code)}. Its log: {log}")
             return code if code > 0 else FAILURE

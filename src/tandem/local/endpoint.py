@@ -160,7 +160,8 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
     """Return when every engine is in use and every pair proved. `waits_for` tells what is missing till then.
 
     The router's word is not enough: what answers on a port is ours only once our own engine has come to
-    answering, as it dies if somebody else has the port. Raises LocalError when an engine waits in vain.
+    answering, as it dies if somebody else has the port. Its log says so; where it is told to say little
+    (`--uvicorn-log-level`), who listens tells. Raises LocalError when an engine waits in vain.
     """
     shown: dict[str, str] = {}
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
@@ -172,7 +173,9 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
                 if now[engine.spec.name] != LAST_STAGE and (why := engine.waits_in_vain):
                     way_out = "Stop that, or start again: another port is chosen then."
                     raise LocalError(f"{why}. {way_out}\nIts log: {engine.log}")
-            up = all(reached == LAST_STAGE for reached in now.values())
+            up = all(
+                now[engine.spec.name] == LAST_STAGE or (not missing and engine.listens) for engine in engines
+            )
             now["router"] = (
                 "waiting for the engines" if not up else "sending canaries" if missing else "ready"
             )

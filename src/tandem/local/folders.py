@@ -1,9 +1,11 @@
-"""Whether what an endpoint writes has a place: folders that can be written to, and room on their disks."""
+"""Whether what an endpoint writes has a place: folders that can be written to, that are nobody else's where
+others could make them first, and room on their disks."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -41,3 +43,16 @@ def room_problem(folder: Path, needed: int, what: str) -> LocalError | None:
         f"There is no room for {what} in {folder}: it takes {needed / 1e6:,.0f} MB, and the disk has "
         f"{free / 1e6:,.0f} MB left. {ELSEWHERE}"
     )
+
+
+def require_private(folder: Path, what: str) -> None:
+    """Look at a folder in a place such as /tmp, where anybody could have made it; `what` is in it, in words.
+
+    Raises LocalError where it is not this user's alone, or no folder (a link leads to others' files), and
+    FileNotFoundError where there is nothing."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise LocalError(
+            f"{folder} is not a folder of this user alone, as one for {what} must be. Remove it, or set "
+            "TMPDIR to another folder."
+        )

@@ -70,8 +70,5 @@ def _inodes(port: int) -> Iterator[str]:
 
 
 def _process(pid: int) -> Listener | None:
-    try:
-        words = (_PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
-    except OSError:
-        return None
-    return Listener(pid, tuple(words))
+    words = proc.command(pid)
+    return None if words is None else Listener(pid, words)

@@ -13,6 +13,7 @@ from typing import IO
 
 from tandem.engine import EnginePorts
 from tandem.local.errors import LocalError
+from tandem.local.folders import require_private
 from tandem.local.listeners import listener
 
 _FIRST_ENGINE_PORT = 8100
@@ -83,6 +84,7 @@ def _claim(port: int) -> bool:
     try:
         folder = Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        require_private(folder, "notes of taken ports")
         file = (folder / str(port)).open("wb")
     except OSError as error:
         told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

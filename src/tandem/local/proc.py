@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,7 @@ class Use:
 def use_of(groups: Collection[int]) -> dict[int, Use]:
     """By process group; one that is not there uses nothing. Memory is the resident set (RSS)."""
     used = dict.fromkeys(groups, Use())
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or not (fields := _stat(int(entry))):
-            continue
+    for _, fields in _all():
         if (group := int(fields[_GROUP])) in used:
             before = used[group]
             used[group] = Use(
@@ -47,6 +45,27 @@ def parent(pid: int) -> int | None:
     """The process that has started another, or has adopted it; None of one that is not there."""
     fields = _stat(pid)
     return int(fields[_PARENT]) if fields else None
+
+
+def members(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    return [pid for pid, fields in _all() if int(fields[_GROUP]) == group and fields[_STATE] != "Z"]
+
+
+def command(pid: int) -> tuple[str, ...] | None:
+    """A process's command line; None of one that is not there, or is another user's."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return None
+    return tuple(text.split("\0")[:-1])
+
+
+def _all() -> Iterator[tuple[int, list[str]]]:
+    """(pid, fields) of every process."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (fields := _stat(int(entry))):
+            yield int(entry), fields
 
 
 def _stat(pid: int) -> list[str]:

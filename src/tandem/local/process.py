@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.local import launch
+from tandem.local import groups, launch
 from tandem.local.errors import LocalError, ProcessDied
 from tandem.local.log import cause_of_death, error_in, mark_restart
 
@@ -61,10 +61,10 @@ class Process:
             if not restart:
                 log.open("wb").close()
             # Appending, so that it can be emptied below the process.
-            with _pipe() as (hold, release), log.open("ab") as out:
+            with _pipe() as (hold, release), log.open("ab", buffering=0) as out:
                 if restart:
-                    out.write(mark_restart(spec.name, restart))
-                    out.flush()
+                    with contextlib.suppress(OSError):  # a full disk keeps nothing from running
+                        out.write(mark_restart(spec.name, restart))
                 child = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", launch.__file__, "--when-told", cpus),
                     *spec.argv,
@@ -102,29 +102,28 @@ class Process:
         raise ProcessDied(f"{await self.ended()}\nIts log: {self.log}")
 
     async def stop(self, *, patience: float = _STOP_SECONDS) -> None:
-        """End the process and its children: SIGTERM, then SIGKILL after `patience` seconds."""
+        """End the process and its children: SIGTERM, then SIGKILL after `patience` seconds, or a moment after
+        the end of the process itself."""
         if self._stopped:
             return  # by now its process group may be another's
-        self._signal(signal.SIGTERM)
+        groups.ask_to_end(self.pid)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await self._child.wait()
-        # Its children get a moment too: Python's resource tracker frees what the others left in /dev/shm.
-        for _ in range(int(_CHILDREN_SECONDS / 0.05)):
-            if self._child.returncode is None or not self._signal(0):
-                break
-            await asyncio.sleep(0.05)
-        self._signal(signal.SIGKILL)
+        if not self.running:
+            await self._children_end()
+        groups.kill(self.pid)
         await self._child.wait()
+        await self._children_end()
+        groups.send(self.pid, signal.SIGKILL)
         self._stopped = True
 
-    def _signal(self, number: int) -> bool:
-        """Signal the process group; whether there is one."""
-        try:
-            os.killpg(self._child.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
+    async def _children_end(self) -> None:
+        """Wait for that, but not for long."""
+        for _ in range(int(_CHILDREN_SECONDS / 0.05)):
+            if not groups.send(self.pid, 0):
+                break
+            await asyncio.sleep(0.05)
 
 
 def signal_name(number: int) -> str:

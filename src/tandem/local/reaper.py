@@ -18,7 +18,9 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-_PATIENCE_SECONDS = 10.0
+from tandem.local import groups
+
+_PATIENCE_SECONDS, _KILLED_SECONDS = 10.0, 3.0
 
 
 class Reaper:
@@ -59,38 +61,36 @@ async def reaper(*held: int) -> AsyncIterator[Reaper]:
         await process.wait()
 
 
-def end_groups(groups: Iterable[int], patience: float = _PATIENCE_SECONDS) -> None:
-    """Send SIGTERM to process groups, and SIGKILL to those that are still there after `patience` seconds."""
-    left = {g for g in groups if _signal(g, signal.SIGTERM)}
-    deadline = time.monotonic() + patience
-    while left and time.monotonic() < deadline:
-        time.sleep(0.1)
-        left = {g for g in left if _signal(g, 0)}
+def end_groups(listed: Iterable[int], patience: float = _PATIENCE_SECONDS) -> None:
+    """Send SIGTERM to process groups, and SIGKILL to those that are still there after `patience` seconds; see
+    that nothing is left."""
+    left = _still_there([group for group in listed if groups.ask_to_end(group)], patience)
     for group in left:
-        _signal(group, signal.SIGKILL)
+        groups.kill(group)
+    for group in _still_there(left, _KILLED_SECONDS):
+        groups.send(group, signal.SIGKILL)
 
 
-def _signal(group: int, number: int) -> bool:
-    """Whether the group was there to be signalled."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+def _still_there(listed: list[int], seconds: float) -> list[int]:
+    """Those that have not ended, after so many seconds at the latest."""
+    deadline = time.monotonic() + seconds
+    while (left := [group for group in listed if groups.send(group, 0)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def main(lines: Iterable[str]) -> None:
-    groups: set[int] = set()
+    started: set[int] = set()
     folders: list[str] = []
     for line in lines:
         match line[0]:
             case "+":
-                groups.add(int(line[1:]))
+                started.add(int(line[1:]))
             case "-":
-                groups.discard(int(line[1:]))
+                started.discard(int(line[1:]))
             case _:
                 folders.append(line.removesuffix("\n"))
-    end_groups(groups)
+    end_groups(started)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -130,7 +130,7 @@ def find(name: str | None = None, port: int | None = None) -> list[Found]:
 def load(folder: Path) -> EndpointState | None:
     """What was last written down; None where there is nothing that can be read."""
     try:
-        return EndpointState.model_validate_json((folder / _STATE).read_text("utf-8"))
+        return EndpointState.model_validate_json((folder / _STATE).read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -166,6 +166,11 @@ def _second(folder: Path) -> LocalError:
     state = load(folder)
     if state is None:
         return LocalError(f"Another `tandem up` has just begun in {folder}.")
+    if not Found(folder, state, running=True).has_up:
+        return LocalError(
+            f"What a killed `tandem up` has left of {state.name} on port {state.port} is just being ended. "
+            "Try again in some seconds."
+        )
     return LocalError(
         f"{state.name} is up on port {state.port} already, as process {state.pid}. Stop it with "
         f"`tandem down {state.name} --port {state.port}`, or choose another port with --port."

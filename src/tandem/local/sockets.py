@@ -6,14 +6,15 @@ is made when the endpoint starts and removed by whoever stops it: `tandem.local.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 
 from tandem.config import Subscription
 from tandem.local.errors import LocalError
+from tandem.local.folders import require_private
 
 _LONGEST = 107  # bytes: sockaddr_un has room for 108, of which the last is NUL
 
@@ -43,21 +44,9 @@ def make_private(folder: Path) -> None:
 
     What a killed endpoint of this user left there goes; what anybody else can write to is not touched."""
     try:
-        if _is_there(folder):
+        with contextlib.suppress(FileNotFoundError):
+            require_private(folder, "sockets for KV events")
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise LocalError(f"Cannot make {folder}, for sockets: {error.strerror}") from None
-
-
-def _is_there(folder: Path) -> bool:
-    try:
-        found = folder.lstat()
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise LocalError(
-            f"{folder} is not a folder of this user alone, and sockets for KV events must be. Remove it, or "
-            "set TMPDIR to another folder."
-        )
-    return True

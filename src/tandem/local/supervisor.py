@@ -70,6 +70,12 @@ class Member:
             self.state.pid = None
 
     @property
+    def listens(self) -> bool:
+        """Whether what answers on its port is this very process."""
+        found = listener(self.state.port)
+        return found is not None and found.pid in proc.members(self.process.pid)
+
+    @property
     def waits_in_vain(self) -> str | None:
         """Why an engine that starts will never answer, though it runs; None: it may."""
         port = taken_port(self.log) if self.state.role != "router" else None
@@ -151,11 +157,12 @@ class Supervisor:
             why = why or await self._end_of(member, health)
             since = member.ready_since
             delay = backoff.after(0.0 if since is None else self._clock() - since)
-            state.restarts, state.restart_at, state.cause = state.restarts + 1, time.time() + delay, why
+            state.restarts, state.cause = state.restarts + 1, why
             member.become("restarting")
             self._changed()
             self._tell(f"{why}; restart {state.restarts} in {delay:g} s. Its log: {member.log}")
             await member.stop()
+            state.restart_at = time.time() + delay
             self._changed()
             await self._sleep(delay)
             why = None

@@ -325,6 +325,7 @@ class Prober:
             self._block_size = None
         if engine.state is not State.WAITING:
             if told.started is not None and told.started != engine.started:
+                engine.alarm.set()  # it answers, so it can be proved at once
                 raise LegFailed(engine, "unhealthy", f"{engine.url} was restarted")
             return
         if told.started is None and not self._handovers.connector.survives_decoder_restart:
