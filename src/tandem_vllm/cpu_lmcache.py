@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tandem_vllm.cpu_kv_copies import KvCopies, Write, learnt_order
+from tandem_vllm.kv_moves import KvMoves, MoveMetrics, MoveStats
 from tandem_vllm.nixl_agents import kept_affinity, nixl_api, paced_progress, progress_delay_us
 
 MADE_FOR = {"vllm": "0.32", "lmcache": "0.5.6"}
@@ -43,11 +44,13 @@ try:
     from lmcache.utils import EngineType
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from lmcache.v1.memory_management import MemoryFormat
+    from lmcache.v1.transfer_channel.nixl_channel import NixlChannel
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     _stock = lmcache_connectors.CreateGPUConnector
+    _push = NixlChannel.batched_write
     _write = ops.cpu_attn_reshape_and_cache
 except (ImportError, AttributeError) as error:
     made_for = " with ".join(f"{name} {version}" for name, version in MADE_FOR.items())
@@ -59,6 +62,16 @@ except (ImportError, AttributeError) as error:
 
 # vLLM's logging configuration shows only loggers below `vllm`.
 logger = init_logger("vllm.tandem.cpu_lmcache")
+
+_moves = KvMoves()
+
+
+def _timed_push(self: Any, objects: Sequence[Any], transfer_spec: Any = None) -> Any:
+    with _moves.timed("push", sum(each.get_size() for each in objects)):
+        return _push(self, objects, transfer_spec)
+
+
+NixlChannel.batched_write = _timed_push
 
 
 class CpuLMCacheConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -73,6 +86,17 @@ class CpuLMCacheConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM is 
         with _for_cpu():  # hand-offs over NIXL are set up here
             super().register_kv_caches(kv_caches)
         self._check_started()
+
+    def get_kv_connector_stats(self) -> MoveStats | None:
+        return _moves.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MoveStats:
+        return MoveStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> MoveMetrics:
+        return MoveMetrics(*given)
 
     def _check_started(self) -> None:
         """Raises RuntimeError where LMCache has failed to start, which it only logs."""
@@ -147,20 +171,26 @@ class CpuCopier(GPUConnectorInterface):  # type: ignore[misc]
     def batched_from_gpu(
         self, memory_objs: Sequence[Any], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
     ) -> None:
-        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            self.from_gpu(memory_obj, start, end, **kwargs)
+        with _moves.timed("gather", _bytes(memory_objs)):
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+                self.from_gpu(memory_obj, start, end, **kwargs)
 
     def batched_to_gpu(
         self, memory_objs: Sequence[Any], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
     ) -> None:
-        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            self.to_gpu(memory_obj, start, end, **kwargs)
+        with _moves.timed("scatter", _bytes(memory_objs)):
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+                self.to_gpu(memory_obj, start, end, **kwargs)
 
     def _of(self, kwargs: Any) -> KvCopies:
         if self._copies is None:  # vLLM's cache stays where it is
             self._copies = KvCopies(kwargs["kvcaches"], vllm_order, self._heads)
             logger.info("LMCache copies KV of %d layers on CPU", self._layers)
         return self._copies
+
+
+def _bytes(memory_objs: Sequence[Any]) -> int:
+    return sum(each.tensor.nbytes for each in memory_objs)
 
 
 def vllm_order(dtype: torch.dtype, block_size: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
