@@ -14,7 +14,7 @@ _logger = logging.getLogger("vllm.tandem")
 
 
 def register() -> None:
-    """Make the connectors known to vLLM by name. Where that fails, the log says why and the engine goes on."""
+    """Make the connectors known to vLLM by name. Where that fails the log says why and the engine goes on."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

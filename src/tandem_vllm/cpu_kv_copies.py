@@ -1,9 +1,9 @@
 """Copies of KV between vLLM's cache on CPU and the chunks in which LMCache keeps and sends it.
 
-vLLM's CPU attention keeps a layer as [blocks, KV heads, block size, 2 × head size], and lets each block of each
-head hold its keys first and then its values, in an order of its own that depends on the processor (keys are
-transposed for AVX-512, and in tiles for AMX). That order is learnt here from vLLM's own write operation, so a
-chunk is plain [2, layers, tokens, KV heads × head size] whatever the engines' processors are.
+vLLM's CPU attention keeps a layer as [blocks, KV heads, block size, 2 × head size], and lets each block of
+each head hold its keys first and then its values, in an order of its own that depends on the processor (keys
+are transposed for AVX-512, and in tiles for AMX). That order is learnt here from vLLM's own write operation,
+so a chunk is plain [2, layers, tokens, KV heads × head size] whatever the engines' processors are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BASE = 256
 def learnt_order(
     write: Write, dtype: torch.dtype, block_size: int, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where `write` puts the elements of one head of a block: for keys and for values, [block size, head size]
-    positions among the head's keys or values. Raises ValueError when it does anything but move them."""
+    """Where `write` puts the elements of one head of a block: for keys and for values, positions [block size,
+    head size] among the head's keys or values. Raises ValueError when it does anything but move them."""
     elements = block_size * head_size
     numbers = torch.arange(elements)
     seen = [torch.zeros(elements, dtype=torch.long) for _ in range(2)]
@@ -33,7 +33,7 @@ def learnt_order(
         digits = (numbers // weight % _BASE).to(dtype).view(block_size, 1, head_size)
         cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
         areas = cache.chunk(2, dim=2)
-        write(digits, digits.clone(), *areas, torch.arange(block_size))
+        write(digits, digits.clone(), areas[0], areas[1], torch.arange(block_size))
         for area, found in zip(areas, seen, strict=True):
             found += weight * area.reshape(-1).long()
         weight *= _BASE
@@ -49,8 +49,8 @@ class KvCopies:
     def __init__(
         self, caches: Sequence[torch.Tensor], order: Callable[[torch.dtype, int, int], Any], heads: int
     ) -> None:
-        """`caches`: one tensor a layer. `order`: `learnt_order` by type, block size and head size. `heads`: KV
-        heads of this rank. Raises ValueError for caches of another form."""
+        """`caches`: one tensor a layer. `order`: `learnt_order` by type, block size and head size. `heads`:
+        KV heads of this rank. Raises ValueError for caches of another form."""
         first = caches[0]
         alike = all(c.shape == first.shape and c.dtype == first.dtype and c.is_contiguous() for c in caches)
         if not alike or first.dim() != 4 or first.shape[1] != heads or first.shape[3] % 2:
@@ -65,10 +65,9 @@ class KvCopies:
         area = self._block_size * head_size
         self._block = heads * 2 * area
         starts = torch.arange(heads).view(1, -1, 1) * 2 * area
-        self._of_token = [
-            (positions.view(self._block_size, 1, head_size) + starts + kind * area).reshape(self._block_size, -1)
-            for kind, positions in enumerate(order(first.dtype, self._block_size, head_size))
-        ]
+        orders = order(first.dtype, self._block_size, head_size)
+        in_block = [o.view(-1, 1, head_size) + starts + kind * area for kind, o in enumerate(orders)]
+        self._of_token = [each.reshape(self._block_size, -1) for each in in_block]
         """Of keys, and of values: the elements of each token of a block, counted from the block's first."""
 
     def gather(self, chunk: torch.Tensor, slots: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """`CpuLMCacheConnector`: vLLM's LMCache connector for engines on CPU.
 
-LMCache 0.5.6 moves KV between vLLM's cache and its own chunks by kernels for accelerators and has none for CPU.
-Here it gets one (see `cpu_kv_copies`). What else differs from the stock connector:
+LMCache 0.5.6 moves KV between vLLM's cache and its own chunks by kernels for accelerators, and has none for
+CPU. Here it gets one (see `cpu_kv_copies`). What else differs from the stock connector:
 
 - LMCache that cannot start is an engine that cannot. The stock one logs it and goes on without LMCache; a
   prefiller then answers and hands over nothing.
@@ -56,8 +56,8 @@ except (ImportError, AttributeError) as error:
     made_for = " with ".join(f"{name} {version}" for name, version in MADE_FOR.items())
     raise ImportError(
         f"CpuLMCacheConnector was made for {made_for}; here are {_installed('vllm')} and "
-        f"{_installed('lmcache')}, which it does not fit ({error}). Install the pinned CPU stack, or hand over "
-        "by NIXL alone."
+        f"{_installed('lmcache')}, which it does not fit ({error}). Install the pinned CPU stack, or hand "
+        "over by NIXL alone."
     ) from error
 
 # vLLM's logging configuration shows only loggers below `vllm`.
@@ -135,8 +135,8 @@ def unfit(config: Any, metadata: Any) -> str | None:
         )
     if config.enable_pd and config.pd_backend_mode != "sync":
         return (
-            f"pd_backend_mode (LMCACHE_PD_BACKEND_MODE): is {config.pd_backend_mode!r}; in this mode a request "
-            "without a hand-off kills a prefiller, and aborted ones fill its decoder's buffer for good "
+            f"pd_backend_mode (LMCACHE_PD_BACKEND_MODE): is {config.pd_backend_mode!r}; in this mode a "
+            "request without a hand-off kills a prefiller, and aborted ones fill a decoder's buffer for good "
             "(LMCache #2847). Set it to sync"
         )
     if config.enable_blending:

@@ -3,7 +3,7 @@
 | metric | of what |
 |---|---|
 | `vllm:lmcache_gather_bytes_total`, `vllm:lmcache_gather_seconds` | copies out of vLLM's cache into chunks |
-| `vllm:lmcache_push_bytes_total`, `vllm:lmcache_push_seconds` | writes of chunks into a decoder's buffer (NIXL) |
+| `vllm:lmcache_push_bytes_total`, `vllm:lmcache_push_seconds` | writes of chunks into a decoder's buffer |
 | `vllm:lmcache_scatter_bytes_total`, `vllm:lmcache_scatter_seconds` | copies of chunks into vLLM's cache |
 
 vLLM takes what a connector has collected after each step, so what happens between two steps is told with the
@@ -71,11 +71,13 @@ class MoveStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there wh
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {
-            f"{kind}: moves, MB, ms": f"{len(moves)}, {_sum(moves, 0) / 1e6:.1f}, {_sum(moves, 1) * 1000:.1f}"
-            for kind, moves in self.data.items()
-            if moves
-        }
+        told: dict[str, int | float] = {}
+        for kind, moves in self.data.items():
+            if moves:
+                told[f"Num {kind}"] = len(moves)
+                told[f"{kind} (MB)"] = round(_sum(moves, 0) / 1e6, 1)
+                told[f"{kind} (ms)"] = round(_sum(moves, 1) * 1000, 1)
+        return told
 
 
 class MoveMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -94,7 +96,9 @@ class MoveMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
         self._bytes = {
-            kind: made(self._counter_cls(f"vllm:lmcache_{kind}_bytes", f"Bytes of {what}.", labelnames=labelnames))
+            kind: made(
+                self._counter_cls(f"vllm:lmcache_{kind}_bytes", f"Bytes of {what}.", labelnames=labelnames)
+            )
             for kind, what in KINDS.items()
         }
         self._seconds = {

@@ -46,7 +46,9 @@ def planned(resource: Endpoint, machine: Machine, model: Path) -> EnginePlan:
         return tuple(range(first, first + ranks))
 
     of_engines = [
-        EnginePorts(http=8101 + i, side_channel=5601 + i, init=ports(7300 + 10 * i), alloc=ports(7400 + 10 * i))
+        EnginePorts(
+            http=8101 + i, side_channel=5601 + i, init=ports(7300 + 10 * i), alloc=ports(7400 + 10 * i)
+        )
         for i in range(pd.prefill_spec.replicas + pd.decoding_spec.replicas)
     ]
     return plan(resource, machine, model, of_engines, notify_port=7500)
@@ -93,7 +95,9 @@ def test_vllm_takes_the_command_lines(
     prefill, decode = (vllm_parse(flags(only(found.engines, role))) for role in Role)
     assert prefill.max_num_batched_tokens == found.lmcache.step_tokens == 8192  # type: ignore[union-attr]
     assert decode.enable_prefix_caching is False
-    names = {each.kv_transfer_config.get_from_extra_config("lmcache_rpc_port", "") for each in (prefill, decode)}
+    names = {
+        each.kv_transfer_config.get_from_extra_config("lmcache_rpc_port", "") for each in (prefill, decode)
+    }
     assert names == {"prefill-8101", "decode-8102"}
 
 

@@ -110,9 +110,7 @@ def test_vllm_takes_the_configuration_of_every_role(accelerator: Accelerator, ro
 @pytest.mark.parametrize(
     ("accelerator", "connector"), [("cpu", "CpuLMCacheConnector"), ("cuda", "LMCacheConnectorV1")]
 )
-def test_lmcaches_parts_find_each_other_by_the_engines_name(
-    accelerator: Accelerator, connector: str
-) -> None:
+def test_lmcaches_parts_find_each_other_by_the_engines_name(accelerator: Accelerator, connector: str) -> None:
     chosen = choose_connector(endpoint(image=LMCACHE_IMAGE))
     config = json.loads(kv_transfer_config(chosen, Role.DECODE, accelerator, name="decode-8101"))
     assert config == {

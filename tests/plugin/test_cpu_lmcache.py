@@ -30,7 +30,9 @@ def cpu_lmcache() -> Any:
 class Cache:
     """Layers of a cache as vLLM's CPU attention has them, full of what is in nobody's way."""
 
-    def __init__(self, module: Any, layers: int, heads: int, block_size: int, head_size: int, dtype: Any) -> None:
+    def __init__(
+        self, module: Any, layers: int, heads: int, block_size: int, head_size: int, dtype: Any
+    ) -> None:
         import torch
 
         self.module, self.heads, self.block_size, self.head_size = module, heads, block_size, head_size
@@ -207,7 +209,7 @@ def test_an_lmcache_that_failed_to_start_is_an_engine_that_did(
         self._lmcache_engine = types.SimpleNamespace(_manager=manager)
 
     monkeypatch.setattr(cpu_lmcache.LMCacheConnectorV1, "__init__", stock)
-    with pytest.raises(RuntimeError, match="^LMCache cannot start: no such port$"):
+    with pytest.raises(RuntimeError, match=r"^LMCache cannot start: no such port$"):
         cpu_lmcache.CpuLMCacheConnector(None, None, None)
 
 
@@ -223,5 +225,7 @@ def test_versions_that_do_not_fit_are_told_in_words(
 
     monkeypatch.setattr(builtins, "__import__", importing)
     monkeypatch.delitem(sys.modules, "tandem_vllm.cpu_lmcache")
-    with pytest.raises(ImportError, match=r"made for vllm 0\.32 with lmcache 0\.5\.6; here are vllm 0\.32\.0 and lmcache"):
+    with pytest.raises(
+        ImportError, match=r"made for vllm 0\.32 with lmcache 0\.5\.6; here are vllm 0\.32\.0 and lmcache"
+    ):
         importlib.import_module("tandem_vllm.cpu_lmcache")

@@ -45,18 +45,14 @@ class LMCacheHandOff:
     """Where prefillers tell the router that KV is there."""
     device: Literal["cpu", "cuda"]
 
-    def variables(
-        self, role: Role, init_ports: Sequence[int], alloc_ports: Sequence[int]
-    ) -> dict[str, str]:
+    def variables(self, role: Role, init_ports: Sequence[int], alloc_ports: Sequence[int]) -> dict[str, str]:
         """What an engine is told that takes KV on these ports, if it is a decoder."""
         side: Sender | Receiver
         if role is Role.PREFILL:
             side = Sender(self.host, self.notify_port)
         else:
             side = Receiver(init_ports, alloc_ports, self.host)
-        settings = hand_off_settings(
-            side, buffer_bytes=self.buffer.bytes, backend="UCX", device=self.device
-        )
+        settings = hand_off_settings(side, buffer_bytes=self.buffer.bytes, backend="UCX", device=self.device)
         return as_variables({"local_cpu": False, **settings, **BACKEND_MODE})
 
 
@@ -76,7 +72,8 @@ def lmcache_hand_off(
     if ranks[Role.PREFILL] != ranks[Role.DECODE]:
         raise EngineError(
             f"spec.pdSpec: prefillers have --tensor-parallel-size {ranks[Role.PREFILL]} and decoders "
-            f"{ranks[Role.DECODE]}; with LMCache each rank writes to its own counterpart, so they must be equal"
+            f"{ranks[Role.DECODE]}; with LMCache each rank writes to its own counterpart, so they must be "
+            "equal"
         )
     contexts = (int_flag(args[role], "--max-model-len") for role in Role)
     context = min(filter(None, contexts), default=None) or count(config, "max_position_embeddings")

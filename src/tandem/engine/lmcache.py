@@ -1,4 +1,4 @@
-"""What the engines of a hand-off through LMCache are told, wherever they run: LMCache's settings, and flags."""
+"""What engines that hand over through LMCache are told, wherever they run: LMCache's settings, and flags."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 
 def hand_off_step(context: int | None) -> int:
-    """Tokens that a prefiller computes in one step where no flag says so; `context`: of the longest prompt."""
+    """Tokens that a prefiller computes in one step where no flag says so; `context`: the longest prompt's."""
     return min(context or DEFAULT_STEP_TOKENS, MAX_PREFILL_STEP)
 
 

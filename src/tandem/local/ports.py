@@ -28,9 +28,9 @@ _claimed: list[IO[bytes]] = []
 
 
 def engine_ports(count: int, host: str, *, but: Collection[int] = (), ranks: int = 0) -> list[EnginePorts]:
-    """Ports for `count` engines: the first free ones from 8100 (HTTP), from 5600 (NIXL side channel), and from
-    7300 where as many ranks of each take KV through LMCache; without those in `but`, which somebody else is
-    about to take.
+    """Ports for `count` engines: the first free ones from 8100 (HTTP), from 5600 (NIXL side channel), and
+    from 7300 where so many ranks of each take KV through LMCache; without those in `but`, which somebody else
+    is about to take.
 
     They are claimed for as long as this process lives: another `tandem up` of this user takes others.
     """
@@ -47,7 +47,7 @@ def engine_ports(count: int, host: str, *, but: Collection[int] = (), ranks: int
 
 
 def notify_port(host: str, *, but: Collection[int] = ()) -> int:
-    """A port on which a router is told of LMCache's hand-offs: the first free one from 7500, claimed alike."""
+    """A port on which a router is told of LMCache's hand-offs: the first free one from 7500, claimed, too."""
     return next(_free(_FIRST_NOTIFY_PORT, host, but))
 
 

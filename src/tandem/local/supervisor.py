@@ -214,7 +214,7 @@ class Supervisor:
                     "which was"
                 )
                 restarts = member.state.restarts
-                while member.state.restarts == restarts or member.ready_since is None:
+                while member.state.restarts == restarts or member.state.state != "ready":
                     await self._sleep(_LOOK_STARTING)
 
     async def _hang(self, member: Member, health: Health) -> str:
