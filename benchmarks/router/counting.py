@@ -140,6 +140,8 @@ def run(runs: int, *, seconds: float | None, quietly: Quietly, say: Callable[[st
                 one = functools.partial(under_load, routers.TANDEM, asks, number, more=ways[way])
                 (figures, _), others = uvloop.run(quietly(one))
                 result[f"{way}_ms"] = figures["cpu_ms"]
+                if figures["errors"]:  # which cost less than answers
+                    raise SystemExit(f"requests failed while they were {way}: {figures['first_error']}")
                 shares.append(others)
             alone = functools.partial(
                 _bare, folder / "tokenizer.json", known[:-SPARE], int(RATE * load.warm_up)

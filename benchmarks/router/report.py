@@ -207,7 +207,8 @@ def goals(results: Results) -> list[Goal]:
     if engines := results.get("engines"):
         ratio = statistics.median(engine_ratios(engines, OURS))
         what = f"CPU of a request with 256 engines at most {ENGINES_LIMIT:g} times that with 2"
-        found.append(Goal(what, f"{ratio:.2f} ×", ratio <= ENGINES_LIMIT))
+        errors = max(run["errors"] for run in engines["runs"] if run["router"] == OURS)
+        found.append(_goal(what, f"{ratio:.2f} ×", ratio <= ENGINES_LIMIT, errors))
     if delay := results.get("delay"):
         ratio = delay_ratio(delay)
         what = f"chunk delay p99.9 at most {DELAY_LIMIT:g} times that without, while long prompts arrive"
@@ -215,14 +216,17 @@ def goals(results: Results) -> list[Goal]:
     return found
 
 
+def _goal(what: str, measured: str, met: bool, errors: int) -> Goal:
+    """With errors it is not met: an answer that is none is cheap and soon there."""
+    return Goal(what, measured + (f", {errors} errors" if errors else ""), met and not errors)
+
+
 def _cost_goals(name: str, limit: float, rows: dict[str, dict[str, Any]]) -> Sequence[Goal]:
     if not {OURS, PEER} <= rows.keys():
         return []
     ratio = rows[OURS]["cpu_ms"] / rows[PEER]["cpu_ms"]
-    errors = rows[OURS]["errors_high"]
     what = f"{name}: CPU of a request at most {limit:g} times {PEER}'s"
-    told = f"{ratio:.2f} ×" + (f", {errors:.0f} errors" if errors else "")
-    return [Goal(what, told, ratio <= limit and not errors)]
+    return [_goal(what, f"{ratio:.2f} ×", ratio <= limit, rows[OURS]["errors_high"])]
 
 
 def _first_byte_goals(rows: dict[str, dict[str, Any]]) -> Sequence[Goal]:
@@ -232,7 +236,8 @@ def _first_byte_goals(rows: dict[str, dict[str, Any]]) -> Sequence[Goal]:
     for name, words in (("added_p50", "p50"), ("added_p99", "p99")):
         ours, theirs = rows[OURS][name], rows[PEER][name]
         what = f"first byte: not more added at {words} than by {PEER}"
-        found.append(Goal(what, f"{ours:.2f} ms ({PEER}: {theirs:.2f} ms)", ours <= theirs))
+        told = f"{ours:.2f} ms ({PEER}: {theirs:.2f} ms)"
+        found.append(_goal(what, told, ours <= theirs, rows[OURS]["errors_high"]))
     return found
 
 

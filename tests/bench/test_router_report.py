@@ -59,6 +59,11 @@ def test_medians_are_compared(report: ModuleType) -> None:
 def test_a_cheap_answer_that_is_none_meets_no_goal(report: ModuleType) -> None:
     part = a_part(a_run("Tandem", 0.1, errors=1), a_run("vllm-router", 2.0))
     assert verdicts(report, paced=part) == {PACED: False}
+    first = first_byte(("direct", 0, 0.5, 2.0), ("Tandem", 0, 0.6, 2.1), ("vllm-router", 0, 1.0, 3.0))
+    first["runs"][1]["errors"] = 1
+    assert set(verdicts(report, first_byte=first).values()) == {False}
+    engines = a_part(*(a_run("Tandem", 1.0, engines=n, idle=0.0, errors=n // 256) for n in (2, 256)))
+    assert set(verdicts(report, engines=engines).values()) == {False}
 
 
 def test_without_the_peer_there_is_nothing_to_compare_with(report: ModuleType) -> None:

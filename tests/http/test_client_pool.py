@@ -111,6 +111,17 @@ async def test_idle_connections_are_closed_before_the_origin_would(start_origin:
     await client.aclose()
 
 
+async def test_connections_that_are_not_to_be_kept_are_none_the_less_used_again_at_once(
+    start_origin: StartOrigin,
+) -> None:
+    server = await start_origin(always_ok)
+    client = Client(keep_alive=0)
+    for _ in range(3):
+        assert await fetch(client, server.origin) == b"ok"
+    await until(lambda: not client._pool._open)
+    await client.aclose()
+
+
 async def test_only_so_many_idle_connections_are_kept(start_origin: StartOrigin) -> None:
     everyone = asyncio.Barrier(5)
 

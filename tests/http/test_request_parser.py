@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.http import Request
+from tandem.http import Limits, Request
 
 from .messages import REFUSED, TAKEN, parse
 
@@ -112,6 +112,26 @@ def test_requests_before_a_bad_one_are_kept() -> None:
     requests, refusal = parse(b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\nGARBAGE\r\n\r\n")
     assert [request.path for request in requests] == ["/1"]
     assert refusal is not None
+
+
+@pytest.mark.parametrize("size", [300, 100_000])
+@pytest.mark.parametrize("into", range(0, 90, 10))
+def test_a_request_sent_ahead_does_not_pay_for_those_before(size: int, into: int) -> None:
+    """Reads end where they like: what one brings of the next request may have come behind several, or behind
+    the end of a large one."""
+    message = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size
+    limits = Limits(head_bytes=1000, body_bytes=size)
+    requests, refusal = parse(message * 5, [len(message) // 2, 4 * len(message) + into], limits)
+    assert refusal is None
+    assert [len(request.body) for request in requests] == [size] * 5
+
+
+def test_the_rest_of_a_request_sent_ahead_is_limited_all_the_same() -> None:
+    before = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+    requests, refusal = parse(before + CHUNKED + b"1;" + b"x" * 3000, [len(before + CHUNKED)])
+    assert [request.method for request in requests] == ["GET"]
+    assert refusal is not None
+    assert refusal.status == 400
 
 
 def test_small_chunks_are_not_taken_for_abuse() -> None:

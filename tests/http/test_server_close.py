@@ -149,6 +149,63 @@ async def test_one_that_begins_while_it_drains_does_not_hold_it_up(
     assert (await peer.rest()).endswith(b"ok")
 
 
+async def test_the_last_answer_of_a_drain_is_whole_for_a_client_that_has_sent_ahead(
+    start: StartServer, connect: Connect
+) -> None:
+    """A socket that is closed with unread input resets the connection, and what was sent is lost with it."""
+    size = 600_000  # more than the client's kernel takes while the client does not
+    asked, go_on, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def handler(request: Request, responder: Responder) -> None:
+        asked.set()
+        await go_on.wait()
+        responder.send(200, [], b"x" * size)
+        answered.set()
+
+    server = await start(handler)
+    peer = await connect(server.port)
+    peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await peer.send(GET * 2)
+    await asked.wait()
+    (connection,) = server._connections
+    await until(lambda: not connection._reading)
+    await peer.send(GET)  # which stays in our kernel
+    draining = asyncio.create_task(server.drain(SOON))
+    go_on.set()
+    await answered.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    answer = await peer.rest()
+    assert len(answer.partition(b"\r\n\r\n")[2]) == size
+    peer.close()
+    assert await draining
+
+
+async def test_a_client_that_has_sent_ahead_and_is_gone_is_no_error_when_we_drain(
+    start: StartServer, deaf: Callable[[int, bytes], socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is read while its requests wait, so it is found gone only when its last answer has ended."""
+    answered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: Request, responder: Responder) -> None:
+        responder.send(200, [])
+        answered.set()
+        await go_on.wait()
+
+    server = await start(handler)
+    client = deaf(server.port, GET * 3)
+    await answered.wait()
+    draining = asyncio.create_task(server.drain(SOON))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    client.close()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    go_on.set()
+    assert await draining
+    assert not caplog.records
+
+
 async def test_a_handler_that_will_not_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:

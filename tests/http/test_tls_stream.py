@@ -183,6 +183,22 @@ def test_what_is_written_before_the_handshake_is_done_goes_out_after_it(
     assert peers.read() == (b"" if ends else b"late")
 
 
+def test_the_rest_of_an_answer_is_not_written_to_a_socket_that_has_failed(contexts: Contexts) -> None:
+    """The event loops warn of each such write."""
+    peers = Peers(*contexts)
+    peers.shake_hands()
+    write, written = peers.wire.write, []
+
+    def fails(data: bytes | bytearray | memoryview) -> None:
+        write(data)
+        written.append(len(data))
+        peers.wire.close()
+
+    peers.wire.write = fails  # type: ignore[method-assign]
+    peers.connection.write(b"x" * 3_000_000)
+    assert len(written) == 1
+
+
 def test_each_end_is_told_of_the_others(contexts: Contexts) -> None:
     peers = Peers(*contexts)
     peers.shake_hands()
@@ -191,6 +207,16 @@ def test_each_end_is_told_of_the_others(contexts: Contexts) -> None:
     peers.connection.data_received(peers.sent())
     assert (peers.top.received, peers.top.ended, peers.wire.closed) == (b"last", True, True)
     peers.step(peers.client.unwrap)  # would raise without our own close_notify
+
+
+def test_what_cannot_be_read_is_an_end_at_once(contexts: Contexts) -> None:
+    """The socket's closes only when the peer has taken all that it was sent, which it may never do."""
+    peers = Peers(*contexts)
+    peers.shake_hands()
+    peers.client.write(b"damaged")
+    sent = peers.sent()
+    peers.connection.data_received(sent[:-1] + bytes([sent[-1] ^ 1]))
+    assert (peers.top.received, peers.top.ended, peers.wire.closed) == (b"", True, True)
 
 
 def test_nothing_is_sent_or_heard_behind_the_end(contexts: Contexts) -> None:

@@ -16,7 +16,7 @@ from tandem.http.errors import (
     ProtocolError,
     UpstreamClosed,
 )
-from tandem.http.messages import Headers, Limits, Request, end_to_end, error_body, find_header
+from tandem.http.messages import Headers, Limits, Request, end_to_end
 from tandem.http.server import Handler, Responder, Server, serve
 from tandem.http.sse import StreamScan
 from tandem.http.tls import BadTls, Tls, TlsFiles
@@ -48,8 +48,6 @@ __all__ = [
     "TlsFiles",
     "UpstreamClosed",
     "end_to_end",
-    "error_body",
-    "find_header",
     "serve",
     "with_cors",
 ]

@@ -56,6 +56,7 @@ class RequestParser:
         self._client = client
         self._llhttp: Any = httptools.HttpRequestParser(self)
         self._refusal: Refusal | None = None
+        # Of the request under way, without what came in the read that ended the one before.
         self._wire_size = 0
         self._reset()
 
@@ -147,6 +148,7 @@ class RequestParser:
         if self._llhttp.should_upgrade():
             return  # not complete: its body is yet to come
         self.awaits_continue = False
+        self._wire_size = 0
         self.phase = Phase.IDLE if self._keep_alive else Phase.FINISHED
         self.ready.append(
             Request(
@@ -167,9 +169,8 @@ class RequestParser:
         self._target = b""
         self._headers: Headers = []
         self._head_size = 0
-        self._body = (
-            bytearray()
-        )  # pieces in a list would cost more than what they hold: a chunk may be a byte
+        # Pieces in a list would cost more than what they hold: a chunk may be a byte.
+        self._body = bytearray()
 
     # Checks
 

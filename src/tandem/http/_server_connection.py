@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -18,8 +19,8 @@ Handler = Callable[[Request, Responder], Awaitable[None]]
 """Answers one request through its responder. Runs in a task of its own, which is cancelled when the client
 leaves before the response is whole."""
 
-# After an error the client may still be sending. Closing at once would reset the connection, and the client
-# might never see the error; so we stop writing, and swallow what comes for this long (seconds).
+# At its last answer a client may still be sending. Closing at once would reset the connection, and it might
+# never see the answer; so we stop writing, and swallow what comes for this long (seconds).
 _LINGER = 2.0
 
 _JSON: Headers = [(b"content-type", b"application/json")]
@@ -183,8 +184,10 @@ class ServerConnection(asyncio.Protocol):
             self._watch_closing()
         elif responder.keep_alive and not self._draining:
             self._advance()
-        else:
+        elif self._reading:
             self._close()
+        else:  # what the client has sent ahead is not read
+            self._linger()
 
     def _client_left(self) -> None:
         responder = self._responder
@@ -222,16 +225,17 @@ class ServerConnection(asyncio.Protocol):
         self._owner.refused(refusal.status)
         responder = Responder(self._transport, self._flow, method="", http_version="1.1", keep_alive=False)
         responder.send(refusal.status, _JSON, error_body(refusal.message, refusal.status))
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-            self._read(True)
-            self._watch_closing(_LINGER)
-        else:
-            self._close()
+        self._linger()
 
     def _close(self) -> None:
         self._transport.close()
         self._watch_closing()
+
+    def _linger(self) -> None:
+        with suppress(OSError):  # the client has reset the connection, as we shall hear when we read
+            self._transport.write_eof()
+        self._read(True)
+        self._watch_closing(None if self._transport.get_write_buffer_size() else _LINGER)
 
     def _watch_closing(self, seconds: float | None = None) -> None:
         if not self._closing:

@@ -93,6 +93,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         except ssl.SSLError as error:
             log.debug("TLS with %s failed: %s", self.get_extra_info("peername"), error.reason or error)
             self._flush()  # the alert, which says why
+            self.eof_received()  # now: it may be long until the client has taken what it has not yet
             self._transport.close()
             return
         if fresh and self._stream.established:
@@ -124,18 +125,17 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
     # What the connection on top calls
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._ended or self._transport.is_closing():
+        if self._ended:
             return
         if not self._stream.established:
             self._early += data
             return
         view = memoryview(data)
         for start in range(0, len(view), _AT_ONCE):
+            if self._transport.is_closing():
+                return
             self._stream.send(view[start : start + _AT_ONCE])
             self._flush()
-
-    def can_write_eof(self) -> bool:
-        return True
 
     def write_eof(self) -> None:
         if not self._ended:

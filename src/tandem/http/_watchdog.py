@@ -11,22 +11,23 @@ class Watchdog:
     it goes off, whether it is still wanted. So a connection can move its deadline with every read.
     """
 
-    __slots__ = ("_deadline", "_expired", "_handle", "_loop")
+    __slots__ = ("_deadline", "_expired", "_loop", "_timer", "_timer_due")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expired: Callable[[], None]) -> None:
         self._loop = loop
         self._expired = expired
         self._deadline: float | None = None
-        self._handle: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_due = 0.0  # not the timer's own `when`, which uvloop's lack that are due at once
 
     def set(self, seconds: float) -> None:
         """Move the deadline to `seconds` from now."""
         deadline = self._deadline = self._loop.time() + seconds
-        if self._handle is None:
-            self._handle = self._loop.call_at(deadline, self._check)
-        elif deadline < self._handle.when():
-            self._handle.cancel()
-            self._handle = self._loop.call_at(deadline, self._check)
+        if self._timer is None:
+            self._arm(deadline)
+        elif deadline < self._timer_due:
+            self._timer.cancel()
+            self._arm(deadline)
 
     def clear(self) -> None:
         """No deadline for now."""
@@ -35,16 +36,20 @@ class Watchdog:
     def close(self) -> None:
         """No deadline ever again; lets go of the owner."""
         self._deadline = None
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, due: float) -> None:
+        self._timer = self._loop.call_at(due, self._check)
+        self._timer_due = due
 
     def _check(self) -> None:
-        self._handle = None
+        self._timer = None
         if self._deadline is None:
             return
         if self._loop.time() < self._deadline:
-            self._handle = self._loop.call_at(self._deadline, self._check)
+            self._arm(self._deadline)
             return
         self._deadline = None
         self._expired()

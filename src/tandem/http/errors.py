@@ -1,4 +1,4 @@
-"""What can go wrong between a client and an origin. Every message says which origin."""
+"""What can go wrong between a client and an origin, and what no message may carry."""
 
 
 class InvalidHeader(ValueError):
@@ -6,7 +6,8 @@ class InvalidHeader(ValueError):
 
 
 class HTTPClientError(Exception):
-    """Any failure to get a whole response from an origin (`origin` as `http://host:port`)."""
+    """Any failure to get a whole response from an origin (`origin` as `http://host:port`), which its message
+    names."""
 
     def __init__(self, origin: object, message: str) -> None:
         super().__init__(f"{origin}: {message}")
@@ -14,7 +15,8 @@ class HTTPClientError(Exception):
 
 
 class ConnectFailed(HTTPClientError):
-    """No connection came about, in time or at all. The request was not sent."""
+    """No connection came about, in time or at all. The request was not sent, or only over a kept connection
+    that was to be replaced (see `retry` of `Client.stream`)."""
 
 
 class HeadTimeout(HTTPClientError):

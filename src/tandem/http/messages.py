@@ -93,8 +93,9 @@ class Limits:
     body_rate: float = 1000.0
     """Bytes a second that a request body must come at, over all of it; 0: at any pace."""
     write_timeout: float = 60.0
-    """How long a client may take no byte while there is something for it to take."""
+    """How long a client may take no byte while more than `write_high_water` waits for it, or while its
+    connection closes with something still to send."""
     connections: int = 10_000
-    """Further connections are answered with 503."""
+    """Further connections are answered with 503; closed without a word where many of them come at a time."""
     write_high_water: int = 64 * 1024
     """Bytes waiting for one client beyond which its source is paused."""

@@ -31,8 +31,8 @@ class Server:
         self,
         handler: Handler,
         limits: Limits,
-        tls: Tls | None = None,
-        on_refused: Callable[[HTTPStatus], None] = lambda status: None,
+        tls: Tls | None,
+        on_refused: Callable[[HTTPStatus], None],
     ) -> None:
         self.handler = handler
         self.limits = limits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -40,6 +41,7 @@ from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
 from tandem.router.listening import listen, listening
 from tandem.router.local_counter import load_counter
+from tandem.router.log_lines import LogLines
 from tandem.router.metrics import Metrics
 from tandem.router.model_files import ModelFiles
 from tandem.router.notifications import Notifications
@@ -335,8 +337,20 @@ async def _until_signalled(config: RouterConfig, local: PromptCounter | None) ->
             if local
             else "by engines" + (" until their files are here" if config.model_files_path else ""),
         )
+        _calm_garbage_collector()
         await stop.wait()
         logger.info("draining for at most %g s", config.drain_timeout)
+
+
+def _calm_garbage_collector() -> None:
+    """Look for cycles seldom, and not among what the router has had since its start.
+
+    Nothing of a request is in a cycle when it goes well. With Python's own thresholds the search takes 5 % of
+    the time at 300 streams, and every so often 10 ms at once.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def run(config: RouterConfig) -> None:
@@ -344,12 +358,11 @@ def run(config: RouterConfig) -> None:
 
     Raises OSError when it cannot listen, ValueError for a bad model; both name the flags.
     """
-    # Not in the format, so not worth looking up for each line.
+    # Not in the format, so not worth looking up for each line (the logging HOWTO's «Optimization»).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # type: ignore[attr-defined]
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request to an API server
-    logging.basicConfig(
-        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s [%(levelname)s] %(message)s"
-    )
+    logging.basicConfig(level=config.log_level.upper(), handlers=[LogLines(sys.stderr)])
     for told in without_effect(config):
         logger.warning("%s", told)
     uvloop.run(_until_signalled(config, _load_counter(config)))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import secrets
-import uuid
 
 from tandem.http import Headers, Request, end_to_end
+from tandem.router.random_ids import random_hex
 
 # Not forwarded to engines: spoken to the router, or rewritten for the leg. (Framing is the http layer's.)
 _REQUEST_ONLY = frozenset({b"accept-encoding", b"content-type", b"x-request-id"})
@@ -30,12 +29,12 @@ def request_id(request: Request) -> str:
     given = request.header(b"x-request-id")
     if given is not None and _ID.fullmatch(given) and _ADDRESS_IN_ID not in given:
         return given.decode()
-    return uuid.uuid4().hex
+    return random_hex(16)
 
 
 def engine_request_id(request_id: str) -> str:
     """The id that engines see: KV is keyed by it, so clients must not be able to guess or repeat it."""
-    return f"{request_id}-{secrets.token_hex(8)}"
+    return f"{request_id}-{random_hex(8)}"
 
 
 def to_engine(request: Request, engine_id: str, rank: int | None = None) -> Headers:

@@ -20,7 +20,6 @@ chunks in its own buffer, so one rank's share stands for all.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from tandem.router.classify import Api
 from tandem.router.connectors.base import Claim
 from tandem.router.connectors.bodies import cut_to_one_token
 from tandem.router.engines import Engine
+from tandem.router.random_ids import random_hex
 
 TAG = "lmcache.tag.req"
 
@@ -82,7 +82,7 @@ class LMCacheAttempt:
     def __init__(self, receiver: Receiver, ranks: int) -> None:
         # Unguessable, as KV is found by it, and new for each attempt: under the tag of a failed write the
         # same prompt is notified as sent. Letters and digits: LMCache splits keys at "@".
-        self.key: str | None = secrets.token_hex(16)
+        self.key: str | None = random_hex(16)
         self._receiver = receiver
         self._answered = False
         self._ranks = self._silent_ranks = ranks
