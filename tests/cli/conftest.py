@@ -67,8 +67,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             python=python,
         )
 
-    def engine_ports(count: int, host: str, *, but: Any) -> list[EnginePorts]:
-        return [EnginePorts(http=8100 + i, side_channel=5600 + i) for i in range(count)]
+    def engine_ports(count: int, host: str, *, but: Any, ranks: int) -> list[EnginePorts]:
+        return [
+            EnginePorts(8100 + i, 5600 + i, init=(7300 + i,) * ranks, alloc=(7400 + i,) * ranks)
+            for i in range(count)
+        ]
 
     monkeypatch.setattr(tandem.engine, "detect", detect)
     monkeypatch.setattr(tandem.local.plan, "engine_ports", engine_ports)

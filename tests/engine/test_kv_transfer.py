@@ -77,16 +77,18 @@ def test_a_connector_that_is_none_is_refused_with_those_there_are() -> None:
     assert "auto, nixl, lmcache" in str(error.value)
 
 
-def test_where_engines_with_lmcache_cannot_be_started_nixl_hands_over_and_a_note_says_so() -> None:
-    choice, note = startable_connector(choose_connector(endpoint(image=LMCACHE_IMAGE)))
+def test_where_there_is_no_lmcache_nixl_hands_over_and_a_note_says_so() -> None:
+    choice, note = startable_connector(choose_connector(endpoint(image=LMCACHE_IMAGE)), lmcache=None)
     assert choice.name == "nixl"
     assert LMCACHE_IMAGE in str(note)
     assert "replaced by NIXL" in str(note)
 
 
 def test_lmcache_that_was_asked_for_by_name_is_not_replaced_in_silence() -> None:
-    with pytest.raises(EngineError, match="Use nixl, or leave the annotation out"):
-        startable_connector(choose_connector(endpoint(annotations={ANNOTATION_CONNECTOR: "lmcache"})))
+    asked = choose_connector(endpoint(annotations={ANNOTATION_CONNECTOR: "lmcache"}))
+    with pytest.raises(EngineError, match="use nixl, or leave the annotation out"):
+        startable_connector(asked, lmcache=None)
+    assert startable_connector(asked, lmcache="0.5.6") == (asked, None)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
@@ -103,6 +105,20 @@ def test_vllm_takes_the_configuration_of_every_role(accelerator: Accelerator, ro
     assert config.get_from_extra_config("kv_lease_duration", None) == 60
     assert config.kv_connector == ("CpuNixlConnector" if accelerator == "cpu" else "NixlConnector")
     assert ("kv_buffer_device" in json.loads(text)) == (accelerator == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "connector"), [("cpu", "CpuLMCacheConnector"), ("cuda", "LMCacheConnectorV1")]
+)
+def test_lmcaches_parts_find_each_other_by_the_engines_name(accelerator: Accelerator, connector: str) -> None:
+    chosen = choose_connector(endpoint(image=LMCACHE_IMAGE))
+    config = json.loads(kv_transfer_config(chosen, Role.DECODE, accelerator, name="decode-8101"))
+    assert config == {
+        "kv_connector": connector,
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"discard_partial_chunks": False, "lmcache_rpc_port": "decode-8101"},
+    }
 
 
 def test_a_lease_too_short_to_be_renewed_is_refused() -> None:

@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ from .test_fields import ACTED_ON
 def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ports are free, whatever else runs on this machine."""
 
-    def engine_ports(count: int, host: str, *, but: Any) -> list[EnginePorts]:
-        return [EnginePorts(http=8100 + i, side_channel=5600 + i) for i in range(count)]
+    def engine_ports(count: int, host: str, *, but: Any, ranks: int) -> list[EnginePorts]:
+        return [
+            EnginePorts(8100 + i, 5600 + i, init=(7300 + i,) * ranks, alloc=(7400 + i,) * ranks)
+            for i in range(count)
+        ]
 
     monkeypatch.setattr(preflight, "require_free", lambda port, host: None)
     monkeypatch.setattr(plan, "engine_ports", engine_ports)
@@ -72,6 +76,18 @@ def test_the_routers_command_line_says_what_was_planned(model: Path, machine: Ma
     assert config.routing_threshold == 4096
     assert config.model_path == str(model)
     assert config.explain
+
+
+def test_with_lmcache_the_router_knows_how_kv_is_handed_over(model: Path, machine: Machine) -> None:
+    made = planned(S3, replace(machine, lmcache="0.5.6"), model=model)
+    assert made.router.connector == "lmcache"
+    assert made.router.lmcache_receivers == ("127.0.0.1:7302:7402",)
+    assert made.router.lmcache_notify.startswith("127.0.0.1:75")
+    assert made.router.lmcache_chunk_size == 256
+    assert made.router.lmcache_buffer_chunks
+    parser = argparse.ArgumentParser()
+    add_router_arguments(parser)
+    assert router_config(parser.parse_args(list(made.router_argv[4:]))) == made.router
 
 
 def test_the_curl_line_is_one_shell_command_for_this_model(model: Path, machine: Machine) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -99,16 +102,16 @@ class World:
         self.state = self.member.state
         self._task: asyncio.Task[None] | None = None
 
-    def more(self) -> Member:
+    def more(self, role: Literal["prefill", "decode"] = "decode") -> Member:
         """One more engine."""
         number = len(self.members)
-        name = f"decode-{number}"
-        state = ProcessState(name=name, role="decode", url=f"http://127.0.0.1:{number}", port=1)
+        name = f"{role}-{number}"
+        state = ProcessState(name=name, role=role, url=f"http://127.0.0.1:{number}", port=1)
         spec = ProcessSpec(name, (sys.executable, "-c", ENGINE, str(self.die)))
         self.members.append(Member(spec, self._folder / f"{name}.log", state, self.guard))
         return self.members[-1]
 
-    async def start(self, hung_after: float = 300.0) -> None:
+    async def start(self, hung_after: float = 300.0, *, renews_prefillers: bool = False) -> None:
         for member in self.members:
             await member.start()
             member.become("ready")
@@ -127,6 +130,7 @@ class World:
             tell=self.told.append,
             changed=lambda: self.saved.append(self.state.state),
             hung_after=hung_after,
+            renews_prefillers=renews_prefillers,
             health=health,
             use_of=use_of,
             clock=lambda: self.time.now,
@@ -358,3 +362,35 @@ async def test_a_full_log_is_put_aside(world: World, monkeypatch: pytest.MonkeyP
         await eventually(lambda count=count: len(kept) == count and world.is_watched())  # type: ignore[misc]
         await world.time.passes(5)
     assert set(kept) == {world.member.log}
+
+
+async def test_prefillers_that_cannot_find_a_decoder_again_are_started_again_one_at_a_time(
+    world: World,
+) -> None:
+    prefillers = [world.more("prefill"), world.more("prefill")]
+    await world.start(renews_prefillers=True)
+    first = [member.process.pid for member in prefillers]
+    os.kill(world.member.process.pid, signal.SIGKILL)
+    await eventually(lambda: len(world.told) == 2)
+    assert world.told[1].startswith(
+        "prefill-1 is to be started again: it cannot find decode-0 again, which was; restart 1 in 1 s."
+    )
+    assert not gone(first[1])
+    for seconds in range(1, 20):
+        if prefillers[1].state.restarts:
+            break
+        assert prefillers[1].process.pid == first[1], seconds
+        await world.time.passes(1)
+        await asyncio.sleep(0.05)
+    assert prefillers[0].state.state == "ready", "the next one waits until this one is back"
+    await eventually(lambda: gone(first[1]))
+    assert [member.state.restarts for member in (world.member, *prefillers)] == [1, 1, 1]
+
+
+async def test_where_prefillers_find_a_decoder_again_they_go_on(world: World) -> None:
+    prefiller = world.more("prefill")
+    await world.start()
+    os.kill(world.member.process.pid, signal.SIGKILL)
+    await eventually(lambda: len(world.told) == 1)
+    await world.time.passes(30)
+    assert prefiller.state.restarts == 0

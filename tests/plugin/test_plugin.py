@@ -28,6 +28,12 @@ def cpu_nixl() -> Any:
         return importlib.import_module("tandem_vllm.cpu_nixl")
 
 
+@pytest.fixture(scope="session")
+def agents(cpu_nixl: Any) -> Any:
+    """What the connectors have in common: `nixl_agents`."""
+    return importlib.import_module("tandem_vllm.nixl_agents")
+
+
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     _forbid(monkeypatch, "vllm")
@@ -54,6 +60,7 @@ class TestRegister:
         ).KVConnectorFactory
         tandem_vllm.register()
         tandem_vllm.register()
+        assert "CpuLMCacheConnector" in factory._registry
         assert factory.get_connector_class_by_name("CpuNixlConnector") is cpu_nixl.CpuNixlConnector
 
     def test_says_why_and_goes_on_where_vllm_has_no_such_factory(
@@ -61,7 +68,7 @@ class TestRegister:
     ) -> None:
         with caplog.at_level(logging.INFO, logger="vllm.tandem"):
             tandem_vllm.register()
-        assert "CpuNixlConnector is not available with this vLLM" in caplog.text
+        assert "CpuNixlConnector, CpuLMCacheConnector are not available with this vLLM" in caplog.text
         assert "No module named" in caplog.text
 
     def test_is_cheap_to_import(self) -> None:
@@ -89,30 +96,30 @@ class TestAskedForWhereItCannotWork:
             importlib.import_module("tandem_vllm.cpu_nixl")
 
     def test_without_nixl_the_error_says_what_to_install(
-        self, cpu_nixl: Any, monkeypatch: pytest.MonkeyPatch
+        self, agents: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "nixl._api", None)
         with pytest.raises(ImportError, match="Install the packages nixl and nixl-cu12"):
-            cpu_nixl.nixl_api()
+            agents.nixl_api()
 
 
 class TestProgressDelay:
     @pytest.mark.parametrize(
         ("text", "delay_us"), [(None, 1000), ("0", 0), ("250", 250), ("1000000", 1_000_000)]
     )
-    def test_is_read_from_the_environment(self, cpu_nixl: Any, text: str | None, delay_us: int) -> None:
+    def test_is_read_from_the_environment(self, agents: Any, text: str | None, delay_us: int) -> None:
         environ = {} if text is None else {"TANDEM_NIXL_PROGRESS_DELAY_US": text}
-        assert cpu_nixl.progress_delay_us(environ) == delay_us
+        assert agents.progress_delay_us(environ) == delay_us
 
     @pytest.mark.parametrize("text", ["", "-1", "1.5", "1ms", "1000001", "²"])
-    def test_that_makes_no_sense_is_refused(self, cpu_nixl: Any, text: str) -> None:
+    def test_that_makes_no_sense_is_refused(self, agents: Any, text: str) -> None:
         with pytest.raises(ValueError, match="whole number of microseconds from 0 to 1000000"):
-            cpu_nixl.progress_delay_us({"TANDEM_NIXL_PROGRESS_DELAY_US": text})
+            agents.progress_delay_us({"TANDEM_NIXL_PROGRESS_DELAY_US": text})
 
     def test_reaches_the_native_configuration_of_agents_made_meanwhile(
-        self, cpu_nixl: Any, monkeypatch: pytest.MonkeyPatch
+        self, agents: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        api = cpu_nixl.nixl_api()
+        api = agents.nixl_api()
         configurations = []
 
         def agent(name: str, configuration: Any) -> Any:
@@ -120,7 +127,7 @@ class TestProgressDelay:
             raise _Made
 
         monkeypatch.setattr(api.nixlBind, "nixlAgent", agent)
-        with cpu_nixl.paced_progress(api, 1234), pytest.raises(_Made):
+        with agents.paced_progress(api, 1234), pytest.raises(_Made):
             api.nixl_agent("inside", api.nixl_agent_config())
         with pytest.raises(_Made):
             api.nixl_agent("after", api.nixl_agent_config())
@@ -130,11 +137,11 @@ class TestProgressDelay:
         assert inside.useProgThread
 
     def test_that_this_nixl_does_not_know_is_a_warning(
-        self, cpu_nixl: Any, monkeypatch: pytest.MonkeyPatch
+        self, agents: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         warned: list[str] = []
-        monkeypatch.setattr(cpu_nixl.logger, "warning", warned.append)
-        with cpu_nixl.paced_progress(types.ModuleType("other_nixl"), 1000):
+        monkeypatch.setattr(agents.logger, "warning", warned.append)
+        with agents.paced_progress(types.ModuleType("other_nixl"), 1000):
             pass
         assert warned == ["This NIXL has no delay for its progress thread: it may use a whole core"]
 
@@ -158,18 +165,18 @@ class TestAffinity:
         assert affinity == [{0, 1, 2, 3}, {3}, {0, 1, 2, 3}]
 
     def test_is_restored_when_the_stock_connector_fails_too(
-        self, cpu_nixl: Any, affinity: list[set[int]], monkeypatch: pytest.MonkeyPatch
+        self, cpu_nixl: Any, agents: Any, affinity: list[set[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def stock(self: Any, *args: Any) -> None:
             os.sched_setaffinity(0, [3])
             raise RuntimeError("no memory")
 
         monkeypatch.setattr(cpu_nixl.NixlPullConnector, "__init__", stock)
-        native = cpu_nixl.nixl_api().nixlBind.nixlAgentConfig
+        native = agents.nixl_api().nixlBind.nixlAgentConfig
         with pytest.raises(RuntimeError, match="no memory"):
             cpu_nixl.CpuNixlConnector(None, None, None)
         assert affinity[-1] == {0, 1, 2, 3}
-        assert cpu_nixl.nixl_api().nixlBind.nixlAgentConfig is native
+        assert agents.nixl_api().nixlBind.nixlAgentConfig is native
 
 
 def test_vllm_accepts_the_connector_as_it_would_the_stock_one(cpu_nixl: Any) -> None:

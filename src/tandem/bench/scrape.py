@@ -33,6 +33,8 @@ class EngineCounters:
     kv_bytes: float = 0.0
     kv_seconds: float = 0.0
     kv_transfers: float = 0.0
+    lmcache_transfers: float = 0.0
+    """Those of them that LMCache has made, which leaves the last token of a prompt to the decoder."""
 
     @property
     def prompt_tokens(self) -> float:
@@ -53,6 +55,9 @@ _SUMS = {
     "vllm:nixl_bytes_transferred_sum": "kv_bytes",
     "vllm:nixl_xfer_time_seconds_sum": "kv_seconds",
     "vllm:nixl_xfer_time_seconds_count": "kv_transfers",
+    "vllm:lmcache_scatter_bytes_total": "kv_bytes",
+    "vllm:lmcache_scatter_seconds_sum": "kv_seconds",
+    "vllm:lmcache_scatter_seconds_count": "lmcache_transfers",
 }
 
 
@@ -68,6 +73,7 @@ def read_counters(text: str) -> EngineCounters:
             )
             if name is not None:
                 values[name] = values.get(name, 0.0) + sample.value
+    values["kv_transfers"] = values.get("kv_transfers", 0.0) + values.get("lmcache_transfers", 0.0)
     return EngineCounters(**values)
 
 

@@ -37,8 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.local.errors import LocalError
 
     if arguments.url:
-        if arguments.file or arguments.model or arguments.port:
-            complain("--url names an endpoint that runs already: -f, --model and --port do not go with it")
+        if arguments.file or arguments.model or arguments.port or arguments.connector:
+            complain(
+                "--url names an endpoint that runs already: -f, --model, --port and --connector do not go "
+                "with it"
+            )
             return USAGE
         if not arguments.url.startswith("http://"):
             complain(f"--url {arguments.url}: is not of the form http://HOST:PORT")
@@ -134,6 +137,7 @@ def _show(proof: Proof, plan: LocalPlan | None, arguments: argparse.Namespace) -
         ]
         words += ["-f", str(arguments.file)] if arguments.file else []
         words += ["--model", str(arguments.model)] if arguments.model else []
+        words += ["--connector", arguments.connector] if arguments.connector else []
         out.print(
             f"\nKeep it running with\n  {shlex.join(words)}\nand, while it runs, talk to {plan.url}:",
             markup=False,

@@ -72,6 +72,11 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", type=host, default="127.0.0.1", help="address of the router (default 127.0.0.1)"
     )
     parser.add_argument(
+        "--connector",
+        choices=("auto", "nixl", "lmcache"),
+        help="how KV is handed over, in place of the manifest's annotation; auto goes by its image and flags",
+    )
+    parser.add_argument(
         "--vllm-python",
         default=_vllm_python(),
         metavar="PYTHON",
@@ -191,7 +196,9 @@ def _manifest(arguments: argparse.Namespace) -> Manifest:
     from tandem.local.attach import renamed
     from tandem.local.manifest import read_manifest
 
-    manifest = read_manifest(arguments.file, another_model=arguments.model is not None)
+    manifest = read_manifest(
+        arguments.file, another_model=arguments.model is not None, connector=arguments.connector
+    )
     if _attaches(arguments) and arguments.file is None:
         return replace(manifest, endpoint=renamed(manifest.endpoint))
     return manifest

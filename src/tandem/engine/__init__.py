@@ -12,7 +12,7 @@ from tandem.engine.kv_transfer import (
     kv_transfer_config,
     startable_connector,
 )
-from tandem.engine.launch import EngineLaunch, EnginePlan, EnginePorts, plan
+from tandem.engine.launch import EngineLaunch, EnginePlan, EnginePorts, hand_off_ranks, plan
 from tandem.engine.machine import Core, CoreShares, Machine, share_cores, share_gpus
 from tandem.engine.roles import (
     engine_count,
@@ -41,6 +41,7 @@ __all__ = [
     "engine_count",
     "flag_value",
     "flag_values",
+    "hand_off_ranks",
     "has_flag",
     "int_flag",
     "int_value",

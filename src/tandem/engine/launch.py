@@ -11,6 +11,7 @@ from tandem.config import Subscription
 from tandem.engine import cpu, kv_events
 from tandem.engine.args import POSITIONALS, has_flag, settings, switch, without
 from tandem.engine.errors import EngineError
+from tandem.engine.hand_off import DEFAULT_VARIABLES, LMCacheHandOff, lmcache_hand_off
 from tandem.engine.kv_transfer import (
     KV_LEASE_SECONDS,
     ConnectorChoice,
@@ -18,6 +19,7 @@ from tandem.engine.kv_transfer import (
     kv_transfer_config,
     startable_connector,
 )
+from tandem.engine.lmcache import hand_off_flags
 from tandem.engine.machine import Core, Machine, share_cores, share_gpus
 from tandem.engine.roles import (
     API_SERVER,
@@ -48,6 +50,9 @@ class EnginePorts:
     """Where decoders fetch NIXL metadata of this engine."""
     kv_events: Subscription | None = None
     """Where it publishes KV events; None leaves that to its own flags."""
+    init: tuple[int, ...] = ()
+    alloc: tuple[int, ...] = ()
+    """Where the ranks of a decoder take KV through LMCache: a port of each kind for each."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class EngineLaunch:
     host: str
     kv_events: Subscription | None = None
     """Where it publishes KV events, if it was told to."""
+    receiver: str | None = None
+    """Where it takes KV through LMCache, as the router's `--lmcache-receivers` has it."""
 
     @property
     def url(self) -> str:
@@ -90,6 +97,8 @@ class EnginePlan:
     """Logical CPUs that no engine is pinned to; () when all are given out, and on a GPU."""
     notes: tuple[str, ...]
     """What of the manifest was replaced or left out, and what was decided; one line each."""
+    lmcache: LMCacheHandOff | None = None
+    """How KV is handed over, with that connector."""
 
 
 def plan(
@@ -99,12 +108,14 @@ def plan(
     ports: Sequence[EnginePorts],
     *,
     host: str = "127.0.0.1",
+    notify_port: int | None = None,
     lease_seconds: int = KV_LEASE_SECONDS,
 ) -> EnginePlan:
     """The engines of `endpoint` on `machine`, all serving the model directory `model`.
 
     `ports` has one entry per engine (`engine_count`), prefillers first; `wants_kv_events` tells whether they
-    should have an endpoint for KV events. Reads only `model`/config.json.
+    should have an endpoint for KV events, `hand_off_ranks` how many ports LMCache takes. `notify_port`: where
+    LMCache tells the router of hand-offs. Reads only `model`/config.json.
     Raises EngineError when the endpoint cannot run here.
     """
     roles = [(role, i) for role in Role for i in range(pd_spec(endpoint).role(role).replicas)]
@@ -112,7 +123,7 @@ def plan(
         raise ValueError(f"{len(roles)} engines need as many ports; {len(ports)} were given")
     names = [f"{role}-{i}" for role, i in roles]
     model_name = served_model_name(endpoint)
-    connector, note = startable_connector(choose_connector(endpoint))
+    connector, note = local_connector(endpoint, machine)
     notes = _Notes()
     notes.add(note)
     cores: Sequence[Sequence[Core]] = [()] * len(roles)
@@ -123,10 +134,16 @@ def plan(
         cores, rest = shares.engines, shares.rest
         notes.add(shares.note)
     each = len(cores[0])
-    args = {
-        role: _role_flags(endpoint, machine, role, model, connector, lease_seconds, each, notes)
-        for role in Role
-    }
+    args = {role: _role_flags(endpoint, machine, role, model, connector, each, notes) for role in Role}
+    hand_off = None
+    if connector.name == "lmcache":
+        if notify_port is None:
+            raise ValueError("LMCache needs a port on which the router is told of hand-offs")
+        hand_off = lmcache_hand_off(
+            endpoint, machine, model, args, engines=len(roles), host=host, notify_port=notify_port
+        )
+        notes.add(hand_off.buffer.reason)
+        args = {role: hand_off_flags(role, args[role], hand_off.step_tokens) for role in Role}
     for (role, _), port in zip(roles, ports, strict=True):
         if port.kv_events is not None:
             _note_kv_events(endpoint, role, args[role], notes)
@@ -138,8 +155,16 @@ def plan(
     engines = []
     for i, (role, _) in enumerate(roles):
         owned = _owned_environment(machine, host, ports[i].side_channel, cores[i], gpus[i])
-        env = _environment(endpoint, machine, args[role], owned, notes)
-        flags = [*args[role], "--host", host, "--port", str(ports[i].http)]
+        defaults = {}
+        if hand_off is not None:
+            owned |= hand_off.variables(role, ports[i].init, ports[i].alloc)
+            defaults = DEFAULT_VARIABLES
+        env = _environment(endpoint, machine, args[role], defaults, owned, notes)
+        transfer = kv_transfer_config(
+            connector, role, machine.accelerator, lease_seconds=lease_seconds, name=f"{role}-{ports[i].http}"
+        )
+        flags = [*args[role], "--kv-transfer-config", transfer, "--model", str(model)]
+        flags += ["--host", host, "--port", str(ports[i].http)]
         where = ports[i].kv_events
         if where is not None:
             flags = kv_events.publishing_args(flags, where)
@@ -156,9 +181,29 @@ def plan(
                 side_channel_port=ports[i].side_channel,
                 host=host,
                 kv_events=where,
+                receiver=None if hand_off is None or role is Role.PREFILL else _receiver(host, ports[i]),
             )
         )
-    return EnginePlan(tuple(engines), model_name, connector, _logical(rest), notes.lines)
+    return EnginePlan(tuple(engines), model_name, connector, _logical(rest), notes.lines, hand_off)
+
+
+def local_connector(endpoint: Endpoint, machine: Machine) -> tuple[ConnectorChoice, str | None]:
+    """How engines on this machine hand over, and a note where that is not what the resource chooses."""
+    return startable_connector(choose_connector(endpoint), lmcache=machine.lmcache)
+
+
+def hand_off_ranks(endpoint: Endpoint, machine: Machine) -> int:
+    """For how many ranks a decoder takes KV through LMCache; 0 where it is handed over otherwise."""
+    if local_connector(endpoint, machine)[0].name != "lmcache":
+        return 0
+    if machine.accelerator == "cpu":
+        return 1
+    return int_flag(role_args(endpoint, Role.DECODE), "--tensor-parallel-size") or 1
+
+
+def _receiver(host: str, ports: EnginePorts) -> str:
+    init, alloc = (",".join(map(str, each)) for each in (ports.init, ports.alloc))
+    return f"{host}:{init}:{alloc}"
 
 
 @dataclass
@@ -182,11 +227,11 @@ def _role_flags(
     role: Role,
     model: Path,
     connector: ConnectorChoice,
-    lease_seconds: int,
     cores: int,
     notes: _Notes,
 ) -> list[str]:
-    """A role's flags, less --host and --port: the manifest's that have a place here, and Tandem's own.
+    """A role's flags, less those that are an engine's own, the model and the connector: the manifest's that
+    have a place here, and Tandem's own.
 
     `cores`: of each engine, on a CPU."""
     on_cpu = machine.accelerator == "cpu"
@@ -221,8 +266,7 @@ def _role_flags(
         args += ["--served-model-name", *served_model_names(endpoint, role)]
     if not has_flag(args, "--enable-prompt-tokens-details"):
         args += ["--enable-prompt-tokens-details"]  # usage tells how many prompt tokens came from a cache
-    transfer = kv_transfer_config(connector, role, machine.accelerator, lease_seconds=lease_seconds)
-    return [*args, "--kv-transfer-config", transfer, "--model", str(model)]
+    return args
 
 
 def _note_flags(
@@ -271,9 +315,15 @@ def _owned_environment(
 
 
 def _environment(
-    endpoint: Endpoint, machine: Machine, args: Sequence[str], owned: Mapping[str, str], notes: _Notes
+    endpoint: Endpoint,
+    machine: Machine,
+    args: Sequence[str],
+    defaults: Mapping[str, str],
+    owned: Mapping[str, str],
+    notes: _Notes,
 ) -> dict[str, str]:
-    defaults = dict(_DEFAULT_ENVIRONMENT)
+    """`defaults`: beside those of every engine."""
+    defaults = {**_DEFAULT_ENVIRONMENT, **defaults}
     if machine.accelerator == "cpu":
         defaults |= cpu.default_environment(args)
     path = "spec.worker.environmentVariables"

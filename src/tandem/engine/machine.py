@@ -33,6 +33,8 @@ class Machine:
     obtainable_bytes: int | None = None
     """Memory that programs can get in all, which may be more: a machine may be given memory as it uses it.
     None: as `memory_bytes`."""
+    lmcache: str | None = None
+    """The version of LMCache beside vLLM."""
 
 
 @dataclass(frozen=True)

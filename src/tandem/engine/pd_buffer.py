@@ -43,14 +43,22 @@ def given_bytes(text: str) -> int:
     return int(text)
 
 
-def pd_buffer(token: TokenSize, *, longest: int | None, given: int | None) -> PdBuffer:
-    """`given` bytes, or the smallest of 8, 16 and 32 GiB that holds four prompts of `longest` tokens.
+def pd_buffer(
+    token: TokenSize, *, longest: int | None, given: int | None, room: int | None = None
+) -> PdBuffer:
+    """`given` bytes, or what holds four prompts of `longest` tokens: the smallest of 8, 16 and 32 GiB; of
+    `room` bytes, where that is all there is, as many as that takes.
 
-    Raises ValueError where what is given does not hold one chunk.
+    Raises ValueError where it does not hold one chunk.
     """
     chunk = token.bytes * CHUNK_TOKENS
     per_prompt = ceil((longest or CHUNK_TOKENS) / CHUNK_TOKENS) * chunk
-    size = given or next((c for c in _CHOICES if c >= 4 * per_prompt), _CHOICES[-1])
+    if given:
+        size = given
+    elif room is None:
+        size = next((c for c in _CHOICES if c >= 4 * per_prompt), _CHOICES[-1])
+    else:
+        size = min(4 * per_prompt, room // chunk * chunk)
     chunks = size // chunk
     takes = f"KV takes {token.bytes:,} bytes a token and rank ({token.source})"
     if chunks < 1:

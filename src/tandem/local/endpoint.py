@@ -83,7 +83,12 @@ class RunningEndpoint:
         """Restart what dies or hangs (see Supervisor), for ever; each death and each return is told."""
         console = self.plan.logs / CONSOLE
         await Supervisor(
-            self.members, tell=tell, changed=self.save, hung_after=hung_after, more_logs=[console]
+            self.members,
+            tell=tell,
+            changed=self.save,
+            hung_after=hung_after,
+            more_logs=[console],
+            renews_prefillers=self.plan.router.connector == "lmcache",
         ).run()
 
     async def died(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tandem.api import Endpoint, InvalidResource, parse_endpoint, read_endpoint
+from tandem.api import ANNOTATION_CONNECTOR, Endpoint, InvalidResource, parse_endpoint, read_endpoint
 from tandem.api.load import manifest_text
 from tandem.api.problem import Problem
 from tandem.api.validation import Finding, Report
@@ -32,9 +32,11 @@ class Manifest:
     """What is probably not meant so, one line each."""
 
 
-def read_manifest(file: Path | None, *, another_model: bool = False) -> Manifest:
+def read_manifest(
+    file: Path | None, *, another_model: bool = False, connector: str | None = None
+) -> Manifest:
     """The one endpoint of a file, or the built-in one; that one without what its flags say of the built-in
-    model's sizes where `another_model` is served.
+    model's sizes where `another_model` is served. `connector`: in the place of the annotation's.
 
     Raises InvalidResource with all that `tandem validate` calls an error, or ResourceError where there is no
     such file.
@@ -46,7 +48,7 @@ def read_manifest(file: Path | None, *, another_model: bool = False) -> Manifest
             worker = raw["spec"]["worker"]
             worker["args"] = [*without(worker["args"], _OF_BUILTIN_MODEL), "--max-model-len=auto"]
             endpoint = read_endpoint(raw)
-        return Manifest(endpoint, raw)
+        return _handing_over(Manifest(endpoint, raw), connector)
     try:
         text = manifest_text(file)
     except OSError as error:
@@ -54,7 +56,18 @@ def read_manifest(file: Path | None, *, another_model: bool = False) -> Manifest
     report = validate_text(text, str(file))
     if report.errors:
         raise InvalidResource(str(file), [_problem(finding) for finding in report.errors])
-    return Manifest(*parse_endpoint(text, source=str(file)), _warnings(report, file))
+    return _handing_over(
+        Manifest(*parse_endpoint(text, source=str(file)), _warnings(report, file)), connector
+    )
+
+
+def _handing_over(manifest: Manifest, connector: str | None) -> Manifest:
+    if connector is None:
+        return manifest
+    metadata = manifest.endpoint.metadata
+    annotations = {**metadata.annotations, ANNOTATION_CONNECTOR: connector}
+    metadata = metadata.model_copy(update={"annotations": annotations})
+    return replace(manifest, endpoint=manifest.endpoint.model_copy(update={"metadata": metadata}))
 
 
 def _problem(finding: Finding) -> Problem:

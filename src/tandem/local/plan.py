@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from tandem.config import EngineSpec, RouterConfig, router_argv
 from tandem.config.values import request_path
 from tandem.engine import (
     EngineLaunch,
+    EnginePlan,
     Machine,
     engine_count,
     flag_value,
+    hand_off_ranks,
     int_flag,
     max_model_len,
     role_args,
@@ -28,12 +30,13 @@ from tandem.engine import (
 from tandem.engine import (
     plan as plan_engines,
 )
+from tandem.engine.pd_buffer import CHUNK_TOKENS
 from tandem.local import paths
 from tandem.local.attached import AttachedEngine
 from tandem.local.builtin import builtin_folder, builtin_model
 from tandem.local.errors import ResourceError, raise_all
 from tandem.local.fields import without_local_meaning
-from tandem.local.ports import engine_ports
+from tandem.local.ports import engine_ports, notify_port
 from tandem.local.preflight import Start, problems
 from tandem.local.process import ProcessSpec
 from tandem.local.sockets import event_sockets, socket_folder
@@ -134,11 +137,17 @@ def make_plan(
     cache = paths.model_cache()
     folder = find_model(endpoint, model, lambda: builtin_folder(cache))
     logs = paths.state(endpoint.metadata.name) / str(port)
-    ports = engine_ports(engine_count(endpoint), LOOPBACK, but={port})
+    ranks = hand_off_ranks(endpoint, machine)
+    ports = engine_ports(engine_count(endpoint), LOOPBACK, but={port}, ranks=ranks)
+    notify = notify_port(LOOPBACK, but={port}) if ranks else None
     sockets = socket_folder(ports[0].http) if wants_kv_events(endpoint) else None
     if sockets is not None:
         ports = [replace(p, kv_events=event_sockets(sockets, p.http)) for p in ports]
-    engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)
+
+    def planned() -> EnginePlan:
+        return plan_engines(endpoint, machine, folder, ports, host=LOOPBACK, notify_port=notify)
+
+    engines = planned()
     if not dry:
         start = Start(
             endpoint, engines.engines, machine, folder, host=host, port=port, logs=logs, cache=cache
@@ -146,7 +155,7 @@ def make_plan(
         raise_all(problems(start, memory=check_memory))
         if start.is_builtin:
             builtin_model(cache, machine.python, on_convert=on_convert)
-            engines = plan_engines(endpoint, machine, folder, ports, host=LOOPBACK)  # by its config.json
+            engines = planned()  # by its config.json
     router, notes = router_for(
         endpoint,
         folder,
@@ -156,6 +165,7 @@ def make_plan(
         decode=_for_router(engines.engines, Role.DECODE),
         kv_block_size=_block_size(endpoint, machine),
         max_model_len=max_model_len(endpoint),
+        hand_off=_hand_off(engines),
     )
     return LocalPlan(
         name=endpoint.metadata.name,
@@ -188,9 +198,10 @@ def router_for(
     decode: tuple[str, ...],
     kv_block_size: int,
     max_model_len: int | None,
+    hand_off: Mapping[str, Any] | None = None,
 ) -> tuple[RouterConfig, list[str]]:
     """The router that an endpoint asks for, and notes on what of it does nothing. `folder` has the model's
-    tokenizer; None: engines count."""
+    tokenizer; None: engines count. `hand_off`: what it has to know of another connector than NIXL."""
     spec = endpoint.spec
     args = role_args(endpoint, Role.DECODE)
     notes: list[str] = []
@@ -221,8 +232,25 @@ def router_for(
         max_queue_size=limits.max_queue_size or 0,
         overflow_status_code=limits.overflow_status_code,
         explain=True,
+        **(hand_off or {}),
     )
     return router, notes
+
+
+def _hand_off(engines: EnginePlan) -> dict[str, Any]:
+    """What the router has to know where KV goes through LMCache."""
+    how = engines.lmcache
+    if how is None:
+        return {}
+    return {
+        "connector": "lmcache",
+        "lmcache_receivers": tuple(e.receiver for e in engines.engines if e.receiver is not None),
+        "lmcache_notify": f"{how.host}:{how.notify_port}",
+        "lmcache_chunk_size": CHUNK_TOKENS,
+        "lmcache_buffer_chunks": how.buffer.chunks,
+        "lmcache_ranks": how.ranks,
+        "lmcache_step_tokens": how.step_tokens,
+    }
 
 
 def router_command(python: str, router: RouterConfig) -> tuple[str, ...]:

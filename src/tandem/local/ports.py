@@ -18,6 +18,8 @@ from tandem.local.listeners import listener
 
 _FIRST_ENGINE_PORT = 8100
 _FIRST_SIDE_CHANNEL_PORT = 5600
+_FIRST_LMCACHE_PORT = 7300
+_FIRST_NOTIFY_PORT = 7500
 _TRIED = 1000
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 """Errors that another port may not have."""
@@ -26,14 +28,28 @@ _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 _claimed: list[IO[bytes]] = []
 
 
-def engine_ports(count: int, host: str, *, but: Collection[int] = ()) -> list[EnginePorts]:
-    """Ports for `count` engines: the first free ones from 8100 (HTTP) and from 5600 (NIXL side channel),
-    without those in `but`, which somebody else is about to take.
+def engine_ports(count: int, host: str, *, but: Collection[int] = (), ranks: int = 0) -> list[EnginePorts]:
+    """Ports for `count` engines: the first free ones from 8100 (HTTP), from 5600 (NIXL side channel), and
+    from 7300 where so many ranks of each take KV through LMCache; without those in `but`, which somebody else
+    is about to take.
 
     They are claimed for as long as this process lives: another `tandem up` of this user takes others.
     """
     http, side = _free(_FIRST_ENGINE_PORT, host, but), _free(_FIRST_SIDE_CHANNEL_PORT, host, but)
-    return [EnginePorts(http=next(http), side_channel=next(side)) for _ in range(count)]
+    lmcache = _free(_FIRST_LMCACHE_PORT, host, but)
+
+    def several() -> tuple[int, ...]:
+        return tuple(next(lmcache) for _ in range(ranks))
+
+    return [
+        EnginePorts(http=next(http), side_channel=next(side), init=several(), alloc=several())
+        for _ in range(count)
+    ]
+
+
+def notify_port(host: str, *, but: Collection[int] = ()) -> int:
+    """A port on which a router is told of LMCache's hand-offs: the first free one from 7500, claimed, too."""
+    return next(_free(_FIRST_NOTIFY_PORT, host, but))
 
 
 def free_port(first: int, host: str) -> int:

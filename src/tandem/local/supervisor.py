@@ -45,6 +45,17 @@ class Member:
         """By the supervisor's clock; None until the last start has come to answering."""
         self._guard = guard
         self._process: Process | None = None
+        self._asked: asyncio.Future[str] | None = None
+
+    def ask_for_restart(self, why: str) -> None:
+        """It runs, and is to be started again all the same."""
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(why)
+
+    async def asked_for_restart(self) -> str:
+        """Wait until it is asked for; returns why."""
+        self._asked = asyncio.get_running_loop().create_future()
+        return await self._asked
 
     @property
     def process(self) -> Process:
@@ -116,6 +127,7 @@ class Supervisor:
         changed: Callable[[], None],
         hung_after: float,
         more_logs: Sequence[Path] = (),
+        renews_prefillers: bool = False,
         health: Health | None = None,
         use_of: UseOf = proc.use_of,
         clock: Callable[[], float] = time.monotonic,
@@ -123,6 +135,7 @@ class Supervisor:
     ) -> None:
         """`changed` is called after each change of a member's state. A process that neither answers nor works
         for `hung_after` seconds is restarted; 0: never. `more_logs` are kept small with those of the members.
+        `renews_prefillers`: a prefiller cannot find a decoder again that was restarted, so it is, too.
 
         The rest is for tests: how a process answers, what process groups have used, the time."""
         self._members = members
@@ -130,6 +143,9 @@ class Supervisor:
         self._changed = changed
         self._hung_after = hung_after
         self._logs = [*(m.log for m in members), *more_logs]
+        self._renews_prefillers = renews_prefillers
+        self._decoder_lost: asyncio.Event = asyncio.Event()
+        self._lost_decoder = ""
         self._health = health
         self._use_of = use_of
         self._used: Mapping[int, proc.Use] = {}
@@ -148,6 +164,8 @@ class Supervisor:
                     member.ready_since = self._clock()
                     tasks.create_task(self._keep_up(member, health))
                 tasks.create_task(self._keep_logs_small())
+                if self._renews_prefillers:
+                    tasks.create_task(self._renew_prefillers())
 
     async def _keep_up(self, member: Member, health: Health) -> None:
         backoff = Backoff()
@@ -163,6 +181,9 @@ class Supervisor:
             self._tell(f"{why}; restart {state.restarts} in {delay:g} s. Its log: {member.log}")
             await member.stop()
             state.restart_at = time.time() + delay
+            if state.role == "decode":
+                self._lost_decoder = state.name
+                self._decoder_lost.set()
             self._changed()
             await self._sleep(delay)
             why = None
@@ -173,16 +194,35 @@ class Supervisor:
             self._changed()
 
     async def _end_of(self, member: Member, health: Health) -> str:
-        """Wait until a member dies or hangs; returns why."""
-        death = asyncio.create_task(member.process.ended())
-        hang = asyncio.create_task(self._hang(member, health))
+        """Wait until a member dies, hangs or is to be restarted; returns why."""
+        causes = [
+            asyncio.create_task(member.process.ended()),
+            asyncio.create_task(self._hang(member, health)),
+            asyncio.create_task(member.asked_for_restart()),
+        ]
         try:
-            done, _ = await asyncio.wait({death, hang}, return_when=asyncio.FIRST_COMPLETED)
-            return (death if death in done else hang).result()
+            done, _ = await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
+            return next(cause for cause in causes if cause in done).result()
         finally:
-            death.cancel()
-            hang.cancel()
-            await asyncio.gather(death, hang, return_exceptions=True)
+            for cause in causes:
+                cause.cancel()
+            await asyncio.gather(*causes, return_exceptions=True)
+
+    async def _renew_prefillers(self) -> None:
+        """Start prefillers again after a decoder was lost, one at a time: other decoders need them."""
+        while True:
+            await self._decoder_lost.wait()
+            self._decoder_lost.clear()
+            for member in self._members:
+                if member.state.role != "prefill" or member.ready_since is None:
+                    continue  # one that starts has met no decoder yet
+                member.ask_for_restart(
+                    f"{member.spec.name} is to be started again: it cannot find {self._lost_decoder} again, "
+                    "which was"
+                )
+                restarts = member.state.restarts
+                while member.state.restarts == restarts or member.state.state != "ready":
+                    await self._sleep(_LOOK_STARTING)
 
     async def _hang(self, member: Member, health: Health) -> str:
         """Watch a process that runs; return when it has hung for too long, or waits in vain, with what to say

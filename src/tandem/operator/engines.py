@@ -13,12 +13,12 @@ from tandem.engine import (
     kv_transfer_config,
     pod_kv_events,
     pod_variables,
-    switch,
     without,
 )
 from tandem.engine.kv_events import FLAG as KV_EVENTS
 from tandem.engine.kv_events import own_settings
 from tandem.engine.kv_transfer import PULLING
+from tandem.engine.lmcache import BACKEND_MODE, as_variables, hand_off_flags
 from tandem.engine.roles import model_argument
 from tandem.operator import names
 from tandem.operator.errors import RenderError
@@ -103,38 +103,17 @@ def _handing_over(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
     assert pool.role is not None
     args = without(args, [TRANSFER])
     if plan.lmcache_pd:
-        args = _lmcache_flags(plan, pool, args)
+        assert plan.step_tokens is not None
+        args = hand_off_flags(pool.role, args, plan.step_tokens)
     return [*args, TRANSFER, transfer_config(plan, pool)]
-
-
-def _lmcache_flags(plan: Plan, pool: Pool, args: list[str]) -> list[str]:
-    """LMCache hands over one step of a prefill at a time and is notified of the first: a prompt has to be one
-    step. A decoder's chunks are freed when they are loaded, which what its own prefix cache has never is."""
-    if pool.role is Role.PREFILL:
-        if not has_flag(pool.args, "--max-num-batched-tokens"):
-            args = [*args, "--max-num-batched-tokens", str(plan.step_tokens)]
-        return args
-    if switch(pool.args, "--enable-prefix-caching") is not False:
-        args = [*without(args, ["--enable-prefix-caching"]), "--no-enable-prefix-caching"]
-    return args
 
 
 def transfer_config(plan: Plan, pool: Pool) -> str:
     """The value of `--kv-transfer-config` for a role."""
     assert pool.role is not None
     if plan.lmcache_pd:
-        prefills = pool.role is Role.PREFILL
-        return _json(
-            {
-                "kv_connector": "LMCacheConnectorV1",
-                "kv_role": "kv_producer" if prefills else "kv_consumer",
-                "kv_load_failure_policy": "fail",
-                "kv_connector_extra_config": {
-                    "discard_partial_chunks": False,
-                    "lmcache_rpc_port": "producer1" if prefills else "consumer1",
-                },
-            }
-        )
+        name = "producer1" if pool.role is Role.PREFILL else "consumer1"
+        return kv_transfer_config(plan.connector, pool.role, "cuda", name=name)
     config = json.loads(kv_transfer_config(plan.connector, pool.role, "cuda"))
     config["kv_connector_extra_config"]["backends"] = [plan.nixl_backend]
     own = own_transfer(plan, pool)
@@ -199,23 +178,13 @@ def _owned(plan: Plan, pool: Pool) -> list[dict[str, Any]]:
         file = literal(plan.cache.file or LMCACHE_FILE)
         variables.append({"name": pod_variables.LMCACHE_FILE, "value": file})
     if plan.lmcache_pd:
-        # Not in the file: LMCache 0.4.3 would call the key unknown, and knows no other mode.
-        keys: dict[str, Any] = {"pd_backend_mode": "sync"}
+        keys: dict[str, Any] = dict(BACKEND_MODE)
         if pool.role is Role.DECODE:
             keys["pd_peer_host"] = _POD_IP
         if plan.cache.file is not None:
             keys |= pd_settings(plan, pool)
-        variables += [
-            {"name": pod_variables.lmcache_variable(key), "value": _lmcache_text(value)}
-            for key, value in keys.items()
-        ]
+        variables += [{"name": name, "value": value} for name, value in as_variables(keys).items()]
     return variables
-
-
-def _lmcache_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def pod_field(name: str, path: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.api import Role
 from tandem.api.problem import one_line
+from tandem.engine.lmcache import Receiver, Sender, hand_off_settings
 from tandem.engine.pd_buffer import CHUNK_TOKENS
 from tandem.engine.pod_ports import LMCACHE_ALLOC_PORT, LMCACHE_INIT_PORT
 from tandem.operator import names, sizes
@@ -58,20 +59,13 @@ def cache_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
 def pd_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
     """What makes an engine one half of a hand-off."""
     assert plan.buffer is not None
-    keys: dict[str, Any] = {
-        "chunk_size": CHUNK_TOKENS,
-        "save_unfull_chunk": True,
-        "enable_pd": True,
-        "transfer_channel": "nixl",
-        "nixl_backends": [plan.nixl_backend],
-        "pd_buffer_size": plan.buffer.bytes,
-        "pd_buffer_device": "cuda",
-    }
+    side: Sender | Receiver
     if pool.role is Role.PREFILL:
-        host = f"{plan.names.notify_service}.{plan.names.system_namespace}.svc"
-        return keys | {"pd_role": "sender", "pd_proxy_host": host, "pd_proxy_port": names.NOTIFY_PORT}
-    init, alloc = receiver_ports(pool)
-    return keys | {"pd_role": "receiver", "pd_peer_init_port": init, "pd_peer_alloc_port": alloc}
+        side = Sender(f"{plan.names.notify_service}.{plan.names.system_namespace}.svc", names.NOTIFY_PORT)
+    else:
+        side = Receiver(*receiver_ports(pool))
+    size = plan.buffer.bytes
+    return hand_off_settings(side, buffer_bytes=size, backend=plan.nixl_backend, device="cuda")
 
 
 def receiver_ports(pool: Pool) -> tuple[list[int], list[int]]:

@@ -17,6 +17,7 @@ from tandem.engine import (
     wants_kv_events,
 )
 from tandem.engine.kv_size import model_names, token_size
+from tandem.engine.lmcache import hand_off_step
 from tandem.engine.pd_buffer import VARIABLE, PdBuffer, given_bytes, pd_buffer
 from tandem.engine.pod_ports import MOST_LMCACHE_RANKS, taken_ports
 from tandem.operator import sizes
@@ -34,13 +35,6 @@ from tandem.operator.wishes import (
     metrics,
     routed,
 )
-
-DEFAULT_STEP_TOKENS = 8192
-"""`--max-num-batched-tokens` of LMCache's prefillers where no context is known: what vLLM takes itself on
-large GPUs. It is written out because the router has to know it."""
-
-LARGEST_STEP_TOKENS = 32_768
-"""Above it a prompt is prefilled in several steps, because activations grow with the step."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +196,7 @@ def _with_lmcache(made: Plan) -> Plan:
         buffer = pd_buffer(token, longest=made.context, given=size)
     except ValueError as error:
         raise RenderError(f"spec.worker.environmentVariables[{VARIABLE}]: {error}") from None
-    step = prefill.flags.step_tokens or min(made.context or DEFAULT_STEP_TOKENS, LARGEST_STEP_TOKENS)
+    step = prefill.flags.step_tokens or hand_off_step(made.context)
     return replace(made, buffer=buffer, step_tokens=step)
 
 
