@@ -360,7 +360,7 @@ def run(config: RouterConfig) -> None:
     """
     # Not in the format, so not worth looking up for each line (the logging HOWTO's «Optimization»).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request to an API server
     logging.basicConfig(level=config.log_level.upper(), handlers=[LogLines(sys.stderr)])
     for told in without_effect(config):
