@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from tandem.local import paths, proc
 from tandem.local.errors import LocalError
@@ -23,13 +23,17 @@ from tandem.local.errors import LocalError
 Condition = Literal["starting", "ready", "hung", "restarting", "stopped"]
 Phase = Literal["starting", "running", "stopping", "ended"]
 
+Seconds = Annotated[float, Field(ge=0, lt=1e11)]
+"""Since 1970, of a time that has a date."""
+
 _STATE, _LOCK = "state.json", "lock"
+_LONGEST = 4 << 20  # bytes of it that are read: thousands of processes
 _TRIES = 10
 _TRY_SECONDS = 0.05
 
 
 class ProcessState(BaseModel):
-    """One process of an endpoint. Times are seconds since 1970."""
+    """One process of an endpoint."""
 
     name: str
     role: Literal["prefill", "decode", "router"]
@@ -41,7 +45,7 @@ class ProcessState(BaseModel):
     doing: str = ""
     """What there is to say of the state, in words."""
     restarts: int = 0
-    restart_at: float | None = None
+    restart_at: Seconds | None = None
     """When it is started again, of one that is `restarting`."""
     cause: str | None = None
     """Why it last died, since the endpoint was started."""
@@ -57,7 +61,7 @@ class EndpointState(BaseModel):
     """Of `tandem up`; together with `pid_started` (see tandem.local.proc) it names one process for ever."""
     pid_started: int | None
     state: Phase = "starting"
-    since: float = Field(default_factory=time.time)
+    since: Seconds = Field(default_factory=time.time)
     """When it came into this state."""
     cause: str | None = None
     """Why it ended."""
@@ -130,9 +134,15 @@ def find(name: str | None = None, port: int | None = None) -> list[Found]:
 def load(folder: Path) -> EndpointState | None:
     """What was last written down; None where there is nothing that can be read."""
     try:
-        return EndpointState.model_validate_json((folder / _STATE).read_text("utf-8"))
-    except (OSError, ValidationError):
+        with open(folder / _STATE, "rb", opener=_at_once) as file:
+            return EndpointState.model_validate_json(file.read(_LONGEST))
+    except (OSError, ValueError):
         return None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open what may be anything, as a FIFO that nobody writes into, without waiting for it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
@@ -174,7 +184,7 @@ def _second(folder: Path) -> LocalError:
 
 def is_running(folder: Path) -> bool:
     try:
-        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        lock = _at_once(str(folder / _LOCK), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
