@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from tandem.cli import down
 from tandem.local import paths
+from tandem.local.proc import parent
 from tandem.local.record import Found, find
 
 from ..local.processes import gone
@@ -200,3 +203,24 @@ def test_when_it_is_killed_nothing_is_left_and_the_next_one_can_come(tmp_path: P
     eventually(lambda: nothing_is_left(pids))
     assert the_one().cause_of_end == "`tandem up` was killed, or the machine went down"
     assert tandem("down").returncode == 3
+
+
+def test_files_where_it_is_started_stand_in_for_no_module(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("tandem", "email", "random", "httpx"):
+        (here / f"{name}.py").write_text("raise SystemExit('this is none of them')\n")
+    command = [sys.executable, "-P", *tandem.command("up", "--detach")[1:]]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    reapers = [p for p in Path("/proc").glob("[0-9]*") if b"tandem.local.reaper" in cmdline(p)]
+    assert the_one().state.pid in [parent(int(p.name)) for p in reapers]
+    assert tandem("down").returncode == 0
+
+
+def cmdline(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -25,7 +25,7 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
     from tandem.local.log import CONSOLE
     from tandem.local.process import signal_name
 
-    command = [sys.executable, "-m", "tandem", *(w for w in words if w != "--detach"), "--json"]
+    command = [sys.executable, "-P", "-m", "tandem", *(w for w in words if w != "--detach"), "--json"]
     log = folder / CONSOLE
     try:
         folder.mkdir(parents=True, exist_ok=True)

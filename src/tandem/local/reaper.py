@@ -45,7 +45,7 @@ async def reaper(*held: int) -> AsyncIterator[Reaper]:
     It holds the file descriptors `held`, too, until all that is done."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tandem.local.reaper"),
+        *("-P", "-m", "tandem.local.reaper"),  # -P: files in the working directory are no modules
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         start_new_session=True,  # a terminal's Ctrl-C is not for it
@@ -96,4 +96,4 @@ def main(lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.stdin)
+    main(map(os.fsdecode, sys.stdin.buffer))
