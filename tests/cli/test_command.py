@@ -17,6 +17,7 @@ import pytest
 from tandem.cli import COMMANDS, INTERRUPTED, main
 
 from .conftest import Tandem
+from .local_endpoints import up
 
 
 def test_its_help_names_every_command(tandem_command: Tandem) -> None:
@@ -181,6 +182,28 @@ def test_a_process_ends_with_the_code_that_it_means(redirected: str, code: int) 
     line = f"{sys.executable} -m tandem crd {redirected}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),  # its router does not answer: 1
+    [
+        ("status", 1),
+        ("status --json | true; exit ${PIPESTATUS[0]}", 1),
+        ("status > /dev/full", 3),
+        ("status --json > /dev/full", 3),
+        ("logs > /dev/full", 3),
+    ],
+)
+def test_an_endpoint_is_shown_in_every_locale_and_else_the_reason_is_told(line: str, code: int) -> None:
+    with up() as (folder, _):
+        (folder / "router.log").write_text("a line\n")
+        command = f"PYTHONIOENCODING=ascii {sys.executable} -m tandem {line}"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60
+        )
+    assert done.returncode == code, done.stderr
+    told = "tandem: cannot write the result: No space left on device\n"
+    assert done.stderr == (told if code == 3 else "")
 
 
 async def router(*arguments: str) -> asyncio.subprocess.Process:

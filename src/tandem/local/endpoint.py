@@ -191,7 +191,7 @@ async def what_router_waits_for(client: httpx.AsyncClient, url: str) -> str:
     """Empty when the router is ready and waits for nothing."""
     try:
         status = (await client.get(f"{url}/ready")).json()
-    except (httpx.TransportError, ValueError):
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return "the router does not answer"
     if not isinstance(status, dict):
         return "what answers on its port is no router of Tandem's"
