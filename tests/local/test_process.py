@@ -250,6 +250,43 @@ async def test_the_reaper_ends_what_is_listed_and_nothing_else(start: Start) -> 
     assert not gone(ended.pid)
 
 
+async def test_a_reaper_that_dies_is_replaced_by_one_that_knows_as_much(
+    start: Start, tmp_path: Path
+) -> None:
+    listed, ended = await start(program("p", SLEEPER)), await start(program("q", SLEEPER))
+    made = tmp_path / "made"
+    made.mkdir()
+    async with reaper() as guard:
+        for process in (listed, ended):
+            guard.started(process.pid)
+        guard.ended(ended.pid)
+        guard.made(made)
+        first = guard.process
+        first.kill()
+        await eventually(lambda: guard.process is not first)
+    await eventually(lambda: gone(listed.pid))
+    assert not gone(ended.pid)
+    assert not made.exists()
+
+
+async def test_a_reaper_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local.reaper._PATIENCE_SECONDS", 0.05)
+    async with reaper() as guard:
+        guard.process.send_signal(signal.SIGSTOP)
+    assert guard.process.returncode == -signal.SIGKILL
+
+
+async def test_a_folder_has_any_name_that_a_locale_may_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    made = tmp_path / "é"
+    made.mkdir()
+    async with reaper() as guard:
+        guard.made(made)
+    assert not made.exists()
+
+
 async def test_the_reaper_kills_what_ignores_sigterm(start: Start) -> None:
     process = await start(program("p", STUBBORN))
     await written(process.log)
