@@ -16,10 +16,12 @@ import pytest
 
 from tandem.cli import down
 from tandem.local import paths
+from tandem.local.errors import LocalError
 from tandem.local.proc import parent
 from tandem.local.record import Found, find
 
 from ..local.processes import gone
+from .conftest import Tandem as Command
 from .local_endpoints import eventually, simulated
 
 
@@ -167,6 +169,28 @@ def test_interrupting_the_wait_stops_what_was_to_be_detached(
     out, _ = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (130, "")
     assert nothing_is_left(pids)
+
+
+def test_one_that_somebody_else_stops_before_it_is_ready_is_told_so(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port, before="sleep 600")
+    waiting = tandem.start("up", "--detach")
+    eventually(lambda: [f for f in find() if f.running and all(p.pid for p in f.state.processes)])
+    assert tandem("down").returncode == 0
+    _, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 1
+    assert err.endswith("tandem: it was stopped before it was ready\n")
+
+
+def test_where_it_cannot_say_why_it_failed_that_is_told(
+    tandem_command: Command, manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may have filled up meanwhile."""
+    told = iter([None, LocalError("no room")])
+    monkeypatch.setattr("tandem.local.folders.write_problem", lambda folder, what: next(told))
+    paths.state("small").joinpath("8000").mkdir(parents=True)
+    done = tandem_command("up", "--detach", "-f", manifest)
+    assert done.code != 0
+    assert done.err.endswith("tandem: no room\n")
 
 
 def test_it_comes_up_though_nobody_waits_for_it_any_more(tmp_path: Path, port: int) -> None:

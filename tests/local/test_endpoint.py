@@ -249,6 +249,25 @@ async def test_once_it_is_up_what_dies_is_started_again_and_stopped_with_the_res
     assert box.all_gone()
 
 
+async def test_what_could_not_be_written_down_is_as_soon_as_it_can_be(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be full for a while."""
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(endpoint_module, "_SAVE_AGAIN_SECONDS", 0.05)
+    box.go.touch()
+    async with box.running(ENGINE) as endpoint:
+        up = asyncio.create_task(endpoint.keep_up(lambda line: None, hung_after=0))
+        full = box.logs / ".state.json"
+        full.mkdir()
+        os.kill(box.pids[0], signal.SIGKILL)
+        await eventually(lambda: len(box.pids) == 3)
+        assert box.state.processes[0].pid == box.pids[0]
+        full.rmdir()
+        await eventually(lambda: box.state.processes[0].pid == box.pids[2])
+        up.cancel()
+
+
 async def test_progress_is_told_when_it_changes_and_not_otherwise(box: Box) -> None:
     box.go.touch()
     async with box.running(ENGINE):

@@ -19,6 +19,7 @@ from tandem.local.sockets import make_private
 from tandem.local.supervisor import Member, Supervisor, Tell
 
 _POLL_SECONDS = 0.25
+_SAVE_AGAIN_SECONDS = 5.0
 
 OnProgress = Callable[[dict[str, str]], None]
 """Called with process name → what it is doing, each time one of them changes."""
@@ -48,7 +49,7 @@ class RunningEndpoint:
 
     def save(self) -> None:
         """Write down how it is, for `tandem status`."""
-        self._state.save(self.plan.logs)
+        self._saved = self._state.save(self.plan.logs)
 
     async def start(self) -> None:
         """Start every process. Raises LocalError."""
@@ -82,9 +83,20 @@ class RunningEndpoint:
     async def keep_up(self, tell: Tell, *, hung_after: float) -> None:
         """Restart what dies or hangs (see Supervisor), for ever; each death and each return is told."""
         console = self.plan.logs / CONSOLE
-        await Supervisor(
-            self.members, tell=tell, changed=self.save, hung_after=hung_after, more_logs=[console]
-        ).run()
+        saving = asyncio.create_task(self._save_again())
+        try:
+            await Supervisor(
+                self.members, tell=tell, changed=self.save, hung_after=hung_after, more_logs=[console]
+            ).run()
+        finally:
+            saving.cancel()
+
+    async def _save_again(self) -> None:
+        """Write down what could not be, as on a disk that was full; for ever."""
+        while True:
+            await asyncio.sleep(_SAVE_AGAIN_SECONDS)
+            if not self._saved:
+                self.save()
 
     async def died(self) -> None:
         """Return never; raise ProcessDied as soon as one process ends."""

@@ -71,12 +71,16 @@ class EndpointState(BaseModel):
         self.state, self.since = state, time.time()
         self.cause = self.cause or cause
 
-    def save(self, folder: Path) -> None:
-        """Write it down, whole at once. A disk that is full must not end what runs, so no error is raised."""
-        with contextlib.suppress(OSError):
+    def save(self, folder: Path) -> bool:
+        """Write it down, whole at once; whether that could be done. A disk that is full must not end what
+        runs, so no error is raised."""
+        try:
             new = folder / f".{_STATE}"
             new.write_text(self.model_dump_json(indent=1), "utf-8")
             new.replace(folder / _STATE)
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
