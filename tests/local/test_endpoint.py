@@ -312,6 +312,22 @@ async def test_a_router_that_dies_while_starting_ends_it_with_the_cause(box: Box
     assert box.all_gone()
 
 
+async def test_another_router_that_has_its_port_is_not_taken_for_its_own(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that are started together for one port the second is not ready because the first is."""
+
+    async def the_other_is_ready(client: httpx.AsyncClient, url: str) -> str:
+        return ""
+
+    monkeypatch.setattr(endpoint_module, "what_router_waits_for", the_other_is_ready)
+    slow = "import sys, time; time.sleep(0.5); sys.exit('OSError: address already in use')"
+    with pytest.raises(LocalError, match="router ended with exit code 1: OSError: address already in use"):
+        async with box.running(ENGINE, router=slow):
+            pytest.fail("the block must not run")
+    assert box.all_gone()
+
+
 async def test_one_that_is_never_ready_is_given_up_with_where_to_look(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:

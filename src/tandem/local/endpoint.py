@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from tandem.local.errors import LocalError
+from tandem.local.listeners import listens
 from tandem.local.log import CONSOLE, LAST_STAGE, remove_old, stage
 from tandem.local.plan import LocalPlan
 from tandem.local.process import Process
@@ -46,6 +47,12 @@ class RunningEndpoint:
     @property
     def processes(self) -> list[Process]:
         return [member.process for member in self.members]
+
+    @property
+    def has_port(self) -> bool:
+        """Whether it is its own router that listens where it is to listen."""
+        port = self.plan.router.port
+        return any(listens(m.process.pid, port) for m in self.members if m.state.role == "router")
 
     def save(self) -> None:
         """Write down how it is, for `tandem status`."""
@@ -172,7 +179,8 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
     """Return when every engine is in use and every pair proved. `waits_for` tells what is missing till then.
 
     The router's word is not enough: what answers on a port is ours only once our own engine has come to
-    answering, as it dies if somebody else has the port. Raises LocalError when an engine waits in vain.
+    answering, as it dies if somebody else has the port; and another router may have taken ours meanwhile.
+    Raises LocalError when an engine waits in vain.
     """
     shown: dict[str, str] = {}
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
@@ -194,7 +202,7 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
             if now != shown:
                 shown = now
                 on_progress(now)
-            if up and not missing:
+            if up and not missing and endpoint.has_port:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
