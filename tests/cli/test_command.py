@@ -206,6 +206,13 @@ def test_an_endpoint_is_shown_in_every_locale_and_else_the_reason_is_told(line: 
     assert done.stderr == (told if code == 3 else "")
 
 
+def test_too_few_open_files_are_told_with_what_to_do() -> None:
+    line = f"ulimit -n 6; {sys.executable} -m tandem status"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert done.stderr == "tandem: Too many open files: raise the limit, as by `ulimit -n 4096`\n"
+
+
 async def router(*arguments: str) -> asyncio.subprocess.Process:
     command = (sys.executable, "-m", "tandem", "router", "--decode", "http://127.0.0.1:1", *arguments)
     return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)

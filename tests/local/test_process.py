@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -140,6 +141,19 @@ async def test_an_error_in_its_log_comes_before_the_signal_that_killed_it(start:
 async def test_a_program_that_is_not_there_is_told_by_name(start: Start) -> None:
     process = await start(ProcessSpec("p", ("/no/such/python", "-m", "vllm")))
     assert "error: cannot run /no/such/python: No such file or directory" in await death(process)
+
+
+async def test_where_no_thread_can_be_started_that_is_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with too many processes, or too little memory: asyncio waits for a child in a thread."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(LocalError, match="Cannot start p: can't start new thread"):
+        await start(program("p", "print('never')"))
 
 
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"

@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            complain(f"{error.strerror}: raise the limit, as by `ulimit -n 4096`")
+            return ENVIRONMENT
         if error.filename is not None or error.errno not in _OF_OUTPUT:
             raise
         return _unwritten(error)

@@ -22,9 +22,13 @@ class Use:
 
 
 def use_of(groups: Collection[int]) -> dict[int, Use]:
-    """By process group; one that is not there uses nothing. Memory is the resident set (RSS)."""
+    """By process group; one that is not there, or cannot be looked at now, uses nothing. Memory is the resident set (RSS)."""
     used = dict.fromkeys(groups, Use())
-    for entry in os.listdir("/proc"):
+    try:
+        entries = os.listdir("/proc")
+    except OSError:  # too many open files
+        return used
+    for entry in entries:
         if not entry.isdigit() or not (fields := _stat(int(entry))):
             continue
         if (group := int(fields[_GROUP])) in used:

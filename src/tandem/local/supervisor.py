@@ -231,7 +231,8 @@ class Supervisor:
     async def _keep_logs_small(self) -> None:
         while True:
             for log in self._logs:
-                await asyncio.to_thread(keep_small, log)
+                with contextlib.suppress(RuntimeError):  # no thread can be started now
+                    await asyncio.to_thread(keep_small, log)
             await self._sleep(_LOOK)
 
 
