@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -266,6 +267,21 @@ async def test_what_could_not_be_written_down_is_as_soon_as_it_can_be(
         full.rmdir()
         await eventually(lambda: box.state.processes[0].pid == box.pids[2])
         up.cancel()
+
+
+async def test_one_whose_folder_is_removed_is_soon_known_again(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_SAVE_AGAIN_SECONDS", 0.05)
+    box.go.touch()
+    async with box.running(ENGINE) as endpoint:
+        up = asyncio.create_task(endpoint.keep_up(lambda line: None, hung_after=0))
+        shutil.rmtree(box.logs)
+        assert not is_running(box.logs)
+        await eventually(lambda: is_running(box.logs) and load(box.logs) is not None)
+        assert box.state.state == "running"
+        up.cancel()
+    assert box.state.state == "ended"
 
 
 async def test_progress_is_told_when_it_changes_and_not_otherwise(box: Box) -> None:

@@ -15,7 +15,7 @@ from tandem.local.log import CONSOLE, LAST_STAGE, remove_old, stage
 from tandem.local.plan import LocalPlan
 from tandem.local.process import Process
 from tandem.local.reaper import Reaper, reaper
-from tandem.local.record import EndpointState, ProcessState, hold, this_process
+from tandem.local.record import EndpointState, ProcessState, hold, hold_again, load, this_process
 from tandem.local.sockets import make_private
 from tandem.local.supervisor import Member, Supervisor, Tell
 
@@ -29,8 +29,10 @@ OnProgress = Callable[[dict[str, str]], None]
 class RunningEndpoint:
     """Every process of a plan. To those who are given one it is up, and proved by the router's canaries."""
 
-    def __init__(self, plan: LocalPlan, guard: Reaper) -> None:
+    def __init__(self, plan: LocalPlan, guard: Reaper, lock: int) -> None:
+        """`lock`: file descriptor of what is held while it runs."""
         self.plan = plan
+        self._lock = lock
         pid, pid_started = this_process()
         self._state = EndpointState(
             name=plan.name, url=plan.url, port=plan.router.port, pid=pid, pid_started=pid_started
@@ -99,10 +101,11 @@ class RunningEndpoint:
             saving.cancel()
 
     async def _save_again(self) -> None:
-        """Write down what could not be, as on a disk that was full; for ever."""
+        """Write down what could not be, as on a disk that was full, or was removed; for ever."""
         while True:
             await asyncio.sleep(_SAVE_AGAIN_SECONDS)
-            if not self._saved:
+            hold_again(self.plan.logs, self._lock)
+            if not self._saved or load(self.plan.logs) is None:
                 self.save()
 
     async def died(self) -> None:
@@ -141,7 +144,7 @@ async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[
     with hold(plan.logs) as lock:
         remove_old(plan.logs)
         async with reaper(lock) as guard:
-            endpoint = RunningEndpoint(plan, guard)
+            endpoint = RunningEndpoint(plan, guard, lock)
             why = "it was stopped"
             try:
                 if plan.sockets is not None:

@@ -170,6 +170,18 @@ def hold(folder: Path) -> Iterator[int]:
         os.close(lock)
 
 
+def hold_again(folder: Path, lock: int) -> None:
+    """Where somebody has removed an endpoint's lock, perhaps with its folder, make it anew and hold that by
+    the same file descriptor. Where that cannot be, nothing is done."""
+    with contextlib.suppress(OSError):
+        if not (folder / _LOCK).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            again = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _locked(again, fcntl.LOCK_EX):
+                os.dup2(again, lock, inheritable=False)
+            os.close(again)
+
+
 def refuse_second(folder: Path) -> None:
     """Raise LocalError when the endpoint of a folder runs already."""
     if is_running(folder):
