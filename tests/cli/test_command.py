@@ -206,6 +206,18 @@ def test_an_endpoint_is_shown_in_every_locale_and_else_the_reason_is_told(line: 
     assert done.stderr == (told if code == 3 else "")
 
 
+def test_a_terminal_that_is_gone_is_no_reason_for_a_traceback() -> None:
+    ours, theirs = os.openpty()
+    os.close(ours)
+    with open(theirs, "wb") as terminal, up():
+        command = (sys.executable, "-m", "tandem", "status")
+        done = subprocess.run(
+            command, stdout=terminal, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    assert done.returncode == 3
+    assert done.stderr == "tandem: cannot write the result: Input/output error\n"
+
+
 def test_too_few_open_files_are_told_with_what_to_do() -> None:
     line = f"ulimit -n 6; {sys.executable} -m tandem status"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)

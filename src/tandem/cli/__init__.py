@@ -35,8 +35,8 @@ OK, FAILURE, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done; it ran and failed; the command or the resource is wrong; this machine lacks something;
 stopped by a signal before there was a result."""
 
-_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
-"""Errors of writing a result, where they name no file."""
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of writing a result, where they name no file; EIO: to a terminal that is gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
