@@ -264,9 +264,7 @@ async def test_the_reaper_ends_what_is_listed_and_nothing_else(start: Start) -> 
     assert not gone(ended.pid)
 
 
-async def test_a_reaper_that_dies_is_replaced_by_one_that_knows_as_much(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_a_reaper_that_dies_is_replaced_by_one_that_knows_as_much(start: Start, tmp_path: Path) -> None:
     listed, ended = await start(program("p", SLEEPER)), await start(program("q", SLEEPER))
     made = tmp_path / "made"
     made.mkdir()

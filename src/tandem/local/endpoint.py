@@ -21,6 +21,7 @@ from tandem.local.supervisor import Member, Supervisor, Tell
 
 _POLL_SECONDS = 0.25
 _SAVE_AGAIN_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
 
 OnProgress = Callable[[dict[str, str]], None]
 """Called with process name → what it is doing, each time one of them changes."""
@@ -213,8 +214,9 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
 async def what_router_waits_for(client: httpx.AsyncClient, url: str) -> str:
     """Empty when the router is ready and waits for nothing."""
     try:
-        status = (await client.get(f"{url}/ready")).json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        async with asyncio.timeout(_ANSWER_SECONDS):  # httpx has limits for each piece of it only
+            status = (await client.get(f"{url}/ready")).json()
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError):
         return "the router does not answer"
     if not isinstance(status, dict):
         return "what answers on its port is no router of Tandem's"

@@ -22,7 +22,8 @@ class Use:
 
 
 def use_of(groups: Collection[int]) -> dict[int, Use]:
-    """By process group; one that is not there, or cannot be looked at now, uses nothing. Memory is the resident set (RSS)."""
+    """By process group; one that is not there, or cannot be looked at now, uses nothing. Memory is the
+    resident set (RSS)."""
     used = dict.fromkeys(groups, Use())
     try:
         entries = os.listdir("/proc")

@@ -238,6 +238,7 @@ class Supervisor:
 
 async def _health(client: httpx.AsyncClient, url: str) -> int:
     for path in ("/health", "/metrics"):
-        with contextlib.suppress(httpx.HTTPError):
-            return (await client.get(url + path)).status_code
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(2 * _ANSWER_SECONDS):  # httpx has limits for each piece of it only
+                return (await client.get(url + path)).status_code
     return 0
