@@ -272,6 +272,7 @@ async def test_whoever_reads_the_answers_may_have_enough() -> None:
     ("words", "code", "said"),
     [
         (["--url", "ftp://x"], 2, "tandem: --url ftp://x: is not of the form http://HOST:PORT"),
+        (["--url", "http://x/\x85"], 2, "tandem: --url http://x/\x85: is not of the form"),
         (["--url", "http://x:y"], 2, "tandem: --url http://x:y: Invalid port"),
         (["--api-key", "a\nb"], 2, "tandem: --api-key or TANDEM_API_KEY: a key has printable ASCII"),
         (["--max-tokens", "0"], 2, "'0' is not a whole number greater than 0"),

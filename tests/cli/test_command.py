@@ -17,6 +17,7 @@ import pytest
 from tandem.cli import COMMANDS, INTERRUPTED, main
 
 from .conftest import Tandem
+from .local_endpoints import up
 
 
 def test_its_help_names_every_command(tandem_command: Tandem) -> None:
@@ -187,6 +188,47 @@ def test_a_process_ends_with_the_code_that_it_means(redirected: str, code: int) 
     line = f"{sys.executable} -m tandem crd {redirected}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),  # its router does not answer: 1
+    [
+        ("status", 1),
+        ("status --json | true; exit ${PIPESTATUS[0]}", 1),
+        ("status > /dev/full", 3),
+        ("status --json > /dev/full", 3),
+        ("logs > /dev/full", 3),
+    ],
+)
+def test_an_endpoint_is_shown_in_every_locale_and_else_the_reason_is_told(line: str, code: int) -> None:
+    with up() as (folder, _):
+        (folder / "router.log").write_text("a line\n")
+        command = f"PYTHONIOENCODING=ascii {sys.executable} -m tandem {line}"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60
+        )
+    assert done.returncode == code, done.stderr
+    told = "tandem: cannot write the result: No space left on device\n"
+    assert done.stderr == (told if code == 3 else "")
+
+
+def test_a_terminal_that_is_gone_is_no_reason_for_a_traceback() -> None:
+    ours, theirs = os.openpty()
+    os.close(ours)
+    with open(theirs, "wb") as terminal, up():
+        command = (sys.executable, "-m", "tandem", "status")
+        done = subprocess.run(
+            command, stdout=terminal, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    assert done.returncode == 3
+    assert done.stderr == "tandem: cannot write the result: Input/output error\n"
+
+
+def test_too_few_open_files_are_told_with_what_to_do() -> None:
+    line = f"ulimit -n 6; {sys.executable} -m tandem status"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert done.stderr == "tandem: Too many open files: raise the limit, as by `ulimit -n 4096`\n"
 
 
 async def router(*arguments: str) -> asyncio.subprocess.Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 
 import pytest
@@ -18,3 +19,15 @@ def test_what_an_engine_has_said_is_shown_as_it_is(monkeypatch: pytest.MonkeyPat
     with console.Progress() as progress:
         progress({"router": "sending canaries: HTTP 500 [/v1] [x]"})
     assert "sending canaries: HTTP 500 [/v1] [x]" in shown.getvalue()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_where_remarks_cannot_be_written_the_work_goes_on(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, "no")
+
+    monkeypatch.setattr("sys.stderr", Broken())
+    console.err.print("a note")

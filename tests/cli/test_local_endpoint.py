@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -14,9 +16,12 @@ import pytest
 
 from tandem.cli import down
 from tandem.local import paths
+from tandem.local.errors import LocalError
+from tandem.local.proc import parent
 from tandem.local.record import Found, find
 
 from ..local.processes import gone
+from .conftest import Tandem as Command
 from .local_endpoints import eventually, simulated
 
 
@@ -176,6 +181,18 @@ def test_who_waits_for_one_that_is_stopped_meanwhile_is_told(tmp_path: Path, por
     assert err.endswith(f"tandem: `tandem up` was stopped before it was ready. Its log: {log}\n")
 
 
+def test_where_it_cannot_say_why_it_failed_that_is_told(
+    tandem_command: Command, manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may have filled up meanwhile."""
+    told = iter([None, LocalError("no room")])
+    monkeypatch.setattr("tandem.local.folders.write_problem", lambda folder, what: next(told))
+    paths.state("small").joinpath("8000").mkdir(parents=True)
+    done = tandem_command("up", "--detach", "-f", manifest)
+    assert done.code != 0
+    assert done.err.endswith("tandem: no room\n")
+
+
 def test_it_comes_up_though_nobody_waits_for_it_any_more(tmp_path: Path, port: int) -> None:
     """As when the terminal is closed meanwhile."""
     tandem = simulated(tmp_path, port)
@@ -210,3 +227,24 @@ def test_when_it_is_killed_nothing_is_left_and_the_next_one_can_come(tmp_path: P
     eventually(lambda: nothing_is_left(pids))
     assert the_one().cause_of_end == "`tandem up` was killed, or the machine went down"
     assert tandem("down").returncode == 3
+
+
+def test_files_where_it_is_started_stand_in_for_no_module(tmp_path: Path, port: int) -> None:
+    tandem = simulated(tmp_path, port)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("tandem", "email", "random", "httpx"):
+        (here / f"{name}.py").write_text("raise SystemExit('this is none of them')\n")
+    command = [sys.executable, "-P", *tandem.command("up", "--detach")[1:]]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    reapers = [p for p in Path("/proc").glob("[0-9]*") if b"tandem.local.reaper" in cmdline(p)]
+    assert the_one().state.pid in [parent(int(p.name)) for p in reapers]
+    assert tandem("down").returncode == 0
+
+
+def cmdline(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""

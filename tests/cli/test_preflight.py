@@ -122,6 +122,8 @@ def test_a_file_in_the_place_of_a_folder_is_told(tandem_command: Tandem, model: 
     done = tandem_command("up", "--model", weights)
     assert done.err == f"tandem: --model: {weights} is a file. Name the folder that it lies in, {model}.\n"
     assert done.code == USAGE
+    os.mkfifo(model / "pipe")
+    assert "is not a folder on this machine" in tandem_command("up", "--model", model / "pipe").err
 
 
 def test_the_folder_that_was_probably_meant_is_named(tandem_command: Tandem, tmp_path: Path) -> None:

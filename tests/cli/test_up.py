@@ -48,7 +48,7 @@ def test_a_dry_run_prints_command_lines_that_could_be_typed(
     assert lines[0] == "# prefill-0: http://127.0.0.1:8100, cores 0,1"
     assert lines[4] == "# router: http://127.0.0.1:8000"
     assert "/gpu/bin/python" in shlex.split(lines[1])
-    assert shlex.split(lines[5])[1:4] == ["-m", "tandem", "router"]
+    assert shlex.split(lines[5])[1:5] == ["-P", "-m", "tandem", "router"]
 
 
 def test_every_problem_of_a_manifest_is_listed(tandem_command: Tandem, manifest: Path) -> None:

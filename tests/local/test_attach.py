@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from tandem.api import parse_endpoint
 from tandem.config import RouterConfig
 from tandem.http import Request, Responder, serve
-from tandem.local import attach
+from tandem.local import attach, supervisor
 from tandem.local.attach import attach_plan
+from tandem.local.endpoint import what_router_waits_for
 from tandem.local.errors import LocalError, ResourceError
 from tandem.local.manifest import read_manifest
 from tandem.local.plan import LocalPlan
@@ -177,6 +179,8 @@ MODELS = (200, b'{"data": [{"id": "m"}]}')
         ({"/v1/models": (401, b"")}, "asks for an API key, which the router does not have"),
         ({"/v1/models": (200, b"<html>")}, "is no vLLM engine: its /v1/models is not a list of models"),
         ({"/v1/models": (200, b'{"data": ["m"]}')}, "is no vLLM engine: its /v1/models is not a list"),
+        ({"/v1/models": (200, b"[" * 100_000)}, "is no vLLM engine: its /v1/models is not a list"),
+        ({"/v1/models": (200, b" " * (33 << 20))}, "answers /v1/models with more than 32 MiB"),
         ({"/v1/models": (200, b'{"data": []}')}, "its /v1/models names no model"),
         ({"/v1/models": MODELS, "/metrics": (200, b"up 1\n")}, "is no vLLM engine: its /metrics has none"),
         ({"/v1/models": MODELS, "/metrics": (200, b"{]\n")}, "is no vLLM engine: its /metrics has none"),
@@ -187,6 +191,40 @@ async def test_what_is_no_engine_is_told_by_what_it_answers(
 ) -> None:
     async with engines(engine()) as (one,), answering(pages) as url:
         assert f"--decode-url {url}: {said}" in await refused([one], [url])
+
+
+@asynccontextmanager
+async def dripping() -> AsyncIterator[str]:
+    """Something whose answer never ends, a byte at a time."""
+
+    answers: list[asyncio.Task[Any] | None] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers.append(asyncio.current_task())
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*(task for task in answers if task))
+
+
+async def test_an_answer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local.attached._WHOLE_SECONDS", 0.2)
+    monkeypatch.setattr("tandem.local.endpoint._ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("tandem.local.supervisor._ANSWER_SECONDS", 0.1)
+    async with dripping() as url, httpx.AsyncClient(trust_env=False) as client:
+        assert "has not come to the end of /v1/models in 0.2 s: does it hang?" in await refused([url], [url])
+        assert await what_router_waits_for(client, url) == "the router does not answer"
+        assert await supervisor._health(client, url) == 0
 
 
 async def test_engines_of_different_models_are_refused() -> None:

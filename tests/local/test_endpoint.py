@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -268,6 +269,40 @@ async def test_once_it_is_up_what_dies_is_started_again_and_stopped_with_the_res
     assert box.all_gone()
 
 
+async def test_what_could_not_be_written_down_is_as_soon_as_it_can_be(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be full for a while."""
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(endpoint_module, "_SAVE_AGAIN_SECONDS", 0.05)
+    box.go.touch()
+    async with box.running(ENGINE) as endpoint:
+        up = asyncio.create_task(endpoint.keep_up(lambda line: None, hung_after=0))
+        full = box.logs / ".state.json"
+        full.mkdir()
+        os.kill(box.pids[0], signal.SIGKILL)
+        await eventually(lambda: len(box.pids) == 3)
+        assert box.state.processes[0].pid == box.pids[0]
+        full.rmdir()
+        await eventually(lambda: box.state.processes[0].pid == box.pids[2])
+        up.cancel()
+
+
+async def test_one_whose_folder_is_removed_is_soon_known_again(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_SAVE_AGAIN_SECONDS", 0.05)
+    box.go.touch()
+    async with box.running(ENGINE) as endpoint:
+        up = asyncio.create_task(endpoint.keep_up(lambda line: None, hung_after=0))
+        shutil.rmtree(box.logs)
+        assert not is_running(box.logs)
+        await eventually(lambda: is_running(box.logs) and load(box.logs) is not None)
+        assert box.state.state == "running"
+        up.cancel()
+    assert box.state.state == "ended"
+
+
 async def test_progress_is_told_when_it_changes_and_not_otherwise(box: Box) -> None:
     box.go.touch()
     async with box.running(ENGINE):
@@ -335,6 +370,22 @@ async def test_an_engine_whose_port_for_nixl_is_taken_ends_it_with_the_port_and_
 async def test_a_router_that_dies_while_starting_ends_it_with_the_cause(box: Box) -> None:
     with pytest.raises(LocalError, match="router ended with exit code 1: ValueError: no room"):
         async with box.running(ENGINE, router=DIES):
+            pytest.fail("the block must not run")
+    assert box.all_gone()
+
+
+async def test_another_router_that_has_its_port_is_not_taken_for_its_own(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that are started together for one port the second is not ready because the first is."""
+
+    async def the_other_is_ready(client: httpx.AsyncClient, url: str) -> str:
+        return ""
+
+    monkeypatch.setattr(endpoint_module, "what_router_waits_for", the_other_is_ready)
+    slow = "import sys, time; time.sleep(0.5); sys.exit('OSError: address already in use')"
+    with pytest.raises(LocalError, match="router ended with exit code 1: OSError: address already in use"):
+        async with box.running(ENGINE, router=slow):
             pytest.fail("the block must not run")
     assert box.all_gone()
 

@@ -62,7 +62,7 @@ def test_every_engine_and_the_router_are_started(model: Path, machine: Machine) 
     assert made.url == "http://127.0.0.1:9000"
     assert made.processes[0].cpus == made.engines[0].cpus != ()
     assert made.processes[-1].env is None
-    assert list(made.router_argv[:4]) == ["/venv/bin/python", "-m", "tandem", "router"]
+    assert list(made.router_argv[:5]) == ["/venv/bin/python", "-P", "-m", "tandem", "router"]
 
 
 def test_the_routers_command_line_says_what_was_planned(model: Path, machine: Machine) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+
+import pytest
 
 from tandem.local.proc import Use, command, members, parent, started, use_of
 
@@ -39,6 +42,14 @@ def test_the_use_of_a_group_is_that_of_all_in_it() -> None:
     assert use_of([process.pid])[process.pid] == Use()
     assert members(process.pid) == []
     assert command(process.pid) is None
+
+
+def test_what_cannot_be_looked_at_uses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("os.listdir", full)
+    assert use_of([os.getpid()]) == {os.getpid(): Use()}
 
 
 def test_a_process_is_known_by_who_started_it_and_when() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -148,6 +149,19 @@ async def test_an_error_in_its_log_comes_before_the_signal_that_killed_it(start:
 async def test_a_program_that_is_not_there_is_told_by_name(start: Start) -> None:
     process = await start(ProcessSpec("p", ("/no/such/python", "-m", "vllm")))
     assert "error: cannot run /no/such/python: No such file or directory" in await death(process)
+
+
+async def test_where_no_thread_can_be_started_that_is_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with too many processes, or too little memory: asyncio waits for a child in a thread."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(LocalError, match="Cannot start p: can't start new thread"):
+        await start(program("p", "print('never')"))
 
 
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
@@ -295,6 +309,41 @@ async def test_the_reaper_ends_what_is_listed_and_nothing_else(start: Start) -> 
         guard.ended(ended.pid)
     await eventually(lambda: gone(listed.pid))
     assert not gone(ended.pid)
+
+
+async def test_a_reaper_that_dies_is_replaced_by_one_that_knows_as_much(start: Start, tmp_path: Path) -> None:
+    listed, ended = await start(program("p", SLEEPER)), await start(program("q", SLEEPER))
+    made = tmp_path / "made"
+    made.mkdir()
+    async with reaper() as guard:
+        for process in (listed, ended):
+            guard.started(process.pid)
+        guard.ended(ended.pid)
+        guard.made(made)
+        first = guard.process
+        first.kill()
+        await eventually(lambda: guard.process is not first)
+    await eventually(lambda: gone(listed.pid))
+    assert not gone(ended.pid)
+    assert not made.exists()
+
+
+async def test_a_reaper_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.local.reaper._PATIENCE_SECONDS", 0.05)
+    async with reaper() as guard:
+        guard.process.send_signal(signal.SIGSTOP)
+    assert guard.process.returncode == -signal.SIGKILL
+
+
+async def test_a_folder_has_any_name_that_a_locale_may_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    made = tmp_path / "é"
+    made.mkdir()
+    async with reaper() as guard:
+        guard.made(made)
+    assert not made.exists()
 
 
 async def test_the_reaper_kills_what_ignores_sigterm(start: Start) -> None:

@@ -42,13 +42,35 @@ def test_what_is_written_down_is_read_back(home: Path) -> None:
     assert [p.name for p in folder.iterdir()] == ["state.json"]
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"{}", b'{"name": 5}', b"[]", b"\0" * 512, b'{"name": "\xff"}'])
+NO_DATE = endpoint("a", 8000).model_copy(update={"since": 1e300}).model_dump_json().encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"{}", b'{"name": 5}', b"[]", b"\0" * 512, b'{"name": "\xff"}', b"[" * 10_000, NO_DATE],
+)
 def test_what_cannot_be_read_is_no_endpoint(text: bytes) -> None:
     """As where the machine went down while it was written."""
     folder = write(endpoint("a", 8000))
     (folder / "state.json").write_bytes(text)
     assert load(folder) is None
     assert find() == []
+
+
+def test_what_is_no_file_is_not_waited_for() -> None:
+    folder = write(endpoint("a", 8000))
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+    os.mkfifo(folder / "lock")
+    assert load(folder) is None
+    assert not is_running(folder)
+
+
+def test_of_what_never_ends_no_more_is_read_than_there_can_be() -> None:
+    folder = write(endpoint("a", 8000))
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to("/dev/zero")
+    assert load(folder) is None
 
 
 def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:

@@ -394,3 +394,19 @@ async def test_where_prefillers_find_a_decoder_again_they_go_on(world: World) ->
     await eventually(lambda: len(world.told) == 1)
     await world.time.passes(30)
     assert prefiller.state.restarts == 0
+
+
+async def test_where_no_thread_can_be_started_logs_are_looked_at_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Path] = []
+
+    async def no_thread(look: object, log: Path) -> None:
+        tries.append(log)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("asyncio.to_thread", no_thread)
+    await world.start()
+    for count in (1, 2):
+        await eventually(lambda count=count: len(tries) == count and world.is_watched())  # type: ignore[misc]
+        await world.time.passes(5)

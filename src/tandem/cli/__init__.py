@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -34,6 +35,9 @@ OK, FAILURE, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done; it ran and failed; the command or the resource is wrong; this machine lacks something;
 stopped by a signal before there was a result."""
 
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of writing a result, where they name no file; EIO: to a terminal that is gone."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code."""
@@ -42,11 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # while it starts would stay for its whole grace period. Once it works it has its own.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(INTERRUPTED))
     _open_what_is_closed()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what a locale has no character for
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            complain(f"{error.strerror}: raise the limit, as by `ulimit -n 4096`")
+            return ENVIRONMENT
+        if error.filename is not None or error.errno not in _OF_OUTPUT:
+            raise
+        return _unwritten(error)
     return code
 
 
@@ -87,12 +101,17 @@ def emit(text: str) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        _silence(sys.stdout)
-        if isinstance(error, BrokenPipeError):
-            return FAILURE
-        complain(f"cannot write the result: {error.strerror}")
-        return ENVIRONMENT
+        return _unwritten(error)
     return OK
+
+
+def _unwritten(error: OSError) -> int:
+    """The exit code of a result that cannot be written, as `emit` has it."""
+    _silence(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return FAILURE
+    complain(f"cannot write the result: {error.strerror}")
+    return ENVIRONMENT
 
 
 def complain(message: object) -> None:

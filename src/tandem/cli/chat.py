@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.bench.stream import RequestFailed
 
     url = arguments.url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")) or not url.isprintable():
         complain(f"--url {arguments.url}: is not of the form http://HOST:PORT")
         return USAGE
     key = arguments.api_key or os.environ.get(_KEY)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -21,9 +22,21 @@ if TYPE_CHECKING:
     from tandem.local.plan import LocalPlan
     from tandem.local.record import Found
 
+
+class _Remarks(Console):
+    """Where stderr cannot be written nothing is said, and what is being done goes on."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program."""
+
+
 # Tables in a file or a pipe are not squeezed into 80 columns.
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = _Remarks(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Progress:

@@ -22,13 +22,16 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
 
     What it says goes to `up.log` in `folder`, and until it is ready to our stderr, too."""
     from tandem.cli.console import err, out
+    from tandem.local.folders import write_problem
     from tandem.local.log import CONSOLE
     from tandem.local.process import signal_name
 
-    command = [sys.executable, "-m", "tandem", *(w for w in words if w != "--detach"), "--json"]
+    command = [sys.executable, "-P", "-m", "tandem", *(w for w in words if w != "--detach"), "--json"]
     log = folder / CONSOLE
+    if problem := write_problem(folder, "logs"):
+        complain(problem)
+        return ENVIRONMENT
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         log.open("wb").close()
         console = log.open("ab")  # appending, so that it can be emptied below the process
     except OSError as error:
@@ -55,6 +58,8 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
                 return INTERRUPTED
             if code < 0:
                 complain(f"`tandem up` was killed by {signal_name(-code)}. Its log: {log}")
+            elif problem := write_problem(folder, "logs"):  # so it could not say why
+                complain(problem)
             return code if code > 0 else FAILURE
         child.returncode = 0  # it is nobody's child from now on; Popen would complain
     if as_json:

@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # as when `head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
+        if error.filename is None:  # stdout's
+            raise
         complain(f"Cannot read {error.filename}: {error.strerror}")
         return ENVIRONMENT
     return OK

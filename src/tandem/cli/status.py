@@ -120,9 +120,15 @@ async def _ask(client: httpx.AsyncClient, process: ProcessState, memory_bytes: i
     in_hand = _IN_HAND["router" if is_router else "engine"]
     waits_for = await what_router_waits_for(client, process.url) if is_router else None
     try:
-        answer = await client.get(f"{process.url}/metrics")
+        async with asyncio.timeout(3 * _ANSWER_SECONDS):  # httpx has limits for each piece of it only
+            answer = await client.get(f"{process.url}/metrics")
         sums = read_sums(answer.text, [*in_hand, _KV_USE])
-    except (httpx.HTTPError, ValueError):  # ValueError: what answers there is something else
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        TimeoutError,
+        ValueError,
+    ):  # what answers there is something else
         sums = {}
     requests = int(sum(sums.get(name, 0.0) for name in in_hand)) if in_hand[0] in sums else None
     return Seen(process, memory_bytes, requests, sums.get(_KV_USE), waits_for)

@@ -31,8 +31,12 @@ _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 writes a page-aligned number near 2**63
 
 def run(command: Sequence[str]) -> str | None:
     """The real `Run`: gives a command 30 s."""
+    # To a Python, files in the working directory are no modules.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

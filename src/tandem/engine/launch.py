@@ -40,7 +40,12 @@ _UNUSABLE_FLAGS = dict.fromkeys(
     HIDING_FLAGS, "engines listen where Tandem's router finds them, over plain HTTP"
 )
 _NOT_HERE = {"--data-parallel-size": "run more replicas instead", "--nnodes": "an engine is on one machine"}
-_DEFAULT_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+_DEFAULT_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",  # a file in the working directory must not stand in for a module
+}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ connector answers them, as vLLM then computes the prompt itself, with no more th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from tandem.engine import ConnectorChoice, kv_transfer_config
 from tandem.local.errors import LocalError
 
 _TIMEOUT = httpx.Timeout(30.0, connect=3.0)  # one that is deep in a prefill may not answer for a while
+_WHOLE_SECONDS = 60.0
+_MOST_BYTES = 32 << 20
 
 # Shown by vLLM's NixlConnector (alone or under a MultiConnector), and by engines whose kv_role takes KV.
 _NIXL, _TAKES_KV = "vllm:nixl_", "vllm:num_requests_kv_fetch_by_stage"
@@ -80,7 +83,7 @@ async def _ask(client: httpx.AsyncClient, role: Role, spec: EngineSpec) -> Attac
     models = await _models(client, spec.url)
     try:
         families = {
-            f.name: f for f in text_string_to_metric_families((await _get(client, spec.url, "/metrics")).text)
+            f.name: f for f in text_string_to_metric_families(await _get(client, spec.url, "/metrics"))
         }
     except ValueError:
         families = {}
@@ -106,18 +109,27 @@ async def _ask(client: httpx.AsyncClient, role: Role, spec: EngineSpec) -> Attac
 async def _models(client: httpx.AsyncClient, url: str) -> tuple[str, ...]:
     answer = await _get(client, url, "/v1/models")
     try:
-        cards: list[dict[str, Any]] = answer.json()["data"]
+        cards: list[dict[str, Any]] = json.loads(answer)["data"]
         names = tuple(str(card["id"]) for card in cards if not card.get("parent"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _Unfit("is no vLLM engine: its /v1/models is not a list of models") from None
     if not names:
         raise _Unfit("its /v1/models names no model")
     return names
 
 
-async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response:
+async def _get(client: httpx.AsyncClient, url: str, path: str) -> str:
+    body = bytearray()
     try:
-        answer = await client.get(url + path)
+        async with asyncio.timeout(_WHOLE_SECONDS), client.stream("GET", url + path) as answer:
+            async for piece in answer.aiter_bytes():
+                body += piece
+                if len(body) > _MOST_BYTES:
+                    raise _Unfit(
+                        f"answers {path} with more than {_MOST_BYTES >> 20} MiB: is it a vLLM engine?"
+                    )
+    except TimeoutError:
+        raise _Unfit(f"has not come to the end of {path} in {_WHOLE_SECONDS:g} s: does it hang?") from None
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         why = str(error) or "no answer"
         raise _Unfit(f"cannot be reached: {why}. Start the engine first, or correct the URL") from None
@@ -129,4 +141,4 @@ async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response
         raise _Unfit("asks for an API key, which the router does not have: start it without --api-key")
     if answer.status_code != 200:
         raise _Unfit(f"answers {path} with HTTP {answer.status_code}: is it a vLLM engine, and ready?")
-    return answer
+    return body.decode("utf-8", "replace")

@@ -10,15 +10,18 @@ from typing import Any
 import httpx
 
 from tandem.local.errors import LocalError
+from tandem.local.listeners import listens
 from tandem.local.log import CONSOLE, LAST_STAGE, remove_old, stage
 from tandem.local.plan import LocalPlan
 from tandem.local.process import Process
 from tandem.local.reaper import Reaper, reaper
-from tandem.local.record import EndpointState, ProcessState, hold, this_process
+from tandem.local.record import EndpointState, ProcessState, hold, hold_again, load, this_process
 from tandem.local.sockets import make_private
 from tandem.local.supervisor import Member, Supervisor, Tell
 
 _POLL_SECONDS = 0.25
+_SAVE_AGAIN_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
 
 OnProgress = Callable[[dict[str, str]], None]
 """Called with process name → what it is doing, each time one of them changes."""
@@ -27,8 +30,10 @@ OnProgress = Callable[[dict[str, str]], None]
 class RunningEndpoint:
     """Every process of a plan. To those who are given one it is up, and proved by the router's canaries."""
 
-    def __init__(self, plan: LocalPlan, guard: Reaper) -> None:
+    def __init__(self, plan: LocalPlan, guard: Reaper, lock: int) -> None:
+        """`lock`: file descriptor of what is held while it runs."""
         self.plan = plan
+        self._lock = lock
         pid, pid_started = this_process()
         self._state = EndpointState(
             name=plan.name, url=plan.url, port=plan.router.port, pid=pid, pid_started=pid_started
@@ -46,9 +51,15 @@ class RunningEndpoint:
     def processes(self) -> list[Process]:
         return [member.process for member in self.members]
 
+    @property
+    def has_port(self) -> bool:
+        """Whether it is its own router that listens where it is to listen."""
+        port = self.plan.router.port
+        return any(listens(m.process.pid, port) for m in self.members if m.state.role == "router")
+
     def save(self) -> None:
         """Write down how it is, for `tandem status`."""
-        self._state.save(self.plan.logs)
+        self._saved = self._state.save(self.plan.logs)
 
     async def start(self) -> None:
         """Start every process. Raises LocalError."""
@@ -82,14 +93,26 @@ class RunningEndpoint:
     async def keep_up(self, tell: Tell, *, hung_after: float) -> None:
         """Restart what dies or hangs (see Supervisor), for ever; each death and each return is told."""
         console = self.plan.logs / CONSOLE
-        await Supervisor(
-            self.members,
-            tell=tell,
-            changed=self.save,
-            hung_after=hung_after,
-            more_logs=[console],
-            renews_prefillers=self.plan.router.connector == "lmcache",
-        ).run()
+        saving = asyncio.create_task(self._save_again())
+        try:
+            await Supervisor(
+                self.members,
+                tell=tell,
+                changed=self.save,
+                hung_after=hung_after,
+                more_logs=[console],
+                renews_prefillers=self.plan.router.connector == "lmcache",
+            ).run()
+        finally:
+            saving.cancel()
+
+    async def _save_again(self) -> None:
+        """Write down what could not be, as on a disk that was full, or was removed; for ever."""
+        while True:
+            await asyncio.sleep(_SAVE_AGAIN_SECONDS)
+            hold_again(self.plan.logs, self._lock)
+            if not self._saved or load(self.plan.logs) is None:
+                self.save()
 
     async def died(self) -> None:
         """Return never; raise ProcessDied as soon as one process ends."""
@@ -127,7 +150,7 @@ async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[
     with hold(plan.logs) as lock:
         remove_old(plan.logs)
         async with reaper(lock) as guard:
-            endpoint = RunningEndpoint(plan, guard)
+            endpoint = RunningEndpoint(plan, guard, lock)
             why = "it was stopped"
             try:
                 if plan.sockets is not None:
@@ -165,8 +188,9 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
     """Return when every engine is in use and every pair proved. `waits_for` tells what is missing till then.
 
     The router's word is not enough: what answers on a port is ours only once our own engine has come to
-    answering, as it dies if somebody else has the port. Its log says so; where it is told to say little
-    (`--uvicorn-log-level`), who listens tells. Raises LocalError when an engine waits in vain.
+    answering, as it dies if somebody else has the port; and another router may have taken ours meanwhile. An
+    engine's log says so; where it is told to say little (`--uvicorn-log-level`), who listens tells. Raises
+    LocalError when an engine waits in vain.
     """
     shown: dict[str, str] = {}
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
@@ -190,7 +214,7 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
             if now != shown:
                 shown = now
                 on_progress(now)
-            if up and not missing:
+            if up and not missing and endpoint.has_port:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -198,8 +222,9 @@ async def _poll(endpoint: RunningEndpoint, on_progress: OnProgress, waits_for: l
 async def what_router_waits_for(client: httpx.AsyncClient, url: str) -> str:
     """Empty when the router is ready and waits for nothing."""
     try:
-        status = (await client.get(f"{url}/ready")).json()
-    except (httpx.TransportError, ValueError):
+        async with asyncio.timeout(_ANSWER_SECONDS):  # httpx has limits for each piece of it only
+            status = (await client.get(f"{url}/ready")).json()
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError):
         return "the router does not answer"
     if not isinstance(status, dict):
         return "what answers on its port is no router of Tandem's"

@@ -57,6 +57,15 @@ def listener(port: int) -> Listener | None:
     return None
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens on a port, or one of those that do."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
+    try:
+        return any(os.readlink(file) in sockets for file in (_PROC / str(pid) / "fd").iterdir())
+    except OSError:  # it has just ended, or closed a file
+        return False
+
+
 def _inodes(port: int) -> Iterator[str]:
     for table in ("tcp", "tcp6"):
         try:

@@ -255,7 +255,8 @@ def _hand_off(engines: EnginePlan) -> dict[str, Any]:
 
 def router_command(python: str, router: RouterConfig) -> tuple[str, ...]:
     """The command line of a router that `python` runs."""
-    return (python, "-m", "tandem", "router", *router_argv(router))
+    # -P: a file in the working directory must not stand in for a module.
+    return (python, "-P", "-m", "tandem", "router", *router_argv(router))
 
 
 def _for_router(engines: Sequence[EngineLaunch], role: Role) -> tuple[str, ...]:

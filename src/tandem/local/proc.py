@@ -22,7 +22,8 @@ class Use:
 
 
 def use_of(groups: Collection[int]) -> dict[int, Use]:
-    """By process group; one that is not there uses nothing. Memory is the resident set (RSS)."""
+    """By process group; one that is not there, or cannot be looked at now, uses nothing. Memory is the
+    resident set (RSS)."""
     used = dict.fromkeys(groups, Use())
     for _, fields in _all():
         if (group := int(fields[_GROUP])) in used:
@@ -62,8 +63,12 @@ def command(pid: int) -> tuple[str, ...] | None:
 
 
 def _all() -> Iterator[tuple[int, list[str]]]:
-    """(pid, fields) of every process."""
-    for entry in os.listdir("/proc"):
+    """(pid, fields) of every process; none where they cannot be looked at now."""
+    try:
+        entries = os.listdir("/proc")
+    except OSError:  # too many open files
+        return
+    for entry in entries:
         if entry.isdigit() and (fields := _stat(int(entry))):
             yield int(entry), fields
 

@@ -76,7 +76,8 @@ class Process:
                 )
                 announce(child.pid)
                 os.write(release, b"\n")
-        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
+        # ValueError: a NUL in an argument. RuntimeError: no thread can be started to wait for it.
+        except (OSError, ValueError, RuntimeError) as error:
             raise LocalError(f"Cannot start {spec.name}: {error}") from None
         return cls(spec, log, child)
 

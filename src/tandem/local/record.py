@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from tandem.local import paths, proc
 from tandem.local.errors import LocalError
@@ -23,13 +23,17 @@ from tandem.local.errors import LocalError
 Condition = Literal["starting", "ready", "hung", "restarting", "stopped"]
 Phase = Literal["starting", "running", "stopping", "ended"]
 
+Seconds = Annotated[float, Field(ge=0, lt=1e11)]
+"""Since 1970, of a time that has a date."""
+
 _STATE, _LOCK = "state.json", "lock"
+_LONGEST = 4 << 20  # bytes of it that are read: thousands of processes
 _TRIES = 10
 _TRY_SECONDS = 0.05
 
 
 class ProcessState(BaseModel):
-    """One process of an endpoint. Times are seconds since 1970."""
+    """One process of an endpoint."""
 
     name: str
     role: Literal["prefill", "decode", "router"]
@@ -41,7 +45,7 @@ class ProcessState(BaseModel):
     doing: str = ""
     """What there is to say of the state, in words."""
     restarts: int = 0
-    restart_at: float | None = None
+    restart_at: Seconds | None = None
     """When it is started again, of one that is `restarting`."""
     cause: str | None = None
     """Why it last died, since the endpoint was started."""
@@ -57,7 +61,7 @@ class EndpointState(BaseModel):
     """Of `tandem up`; together with `pid_started` (see tandem.local.proc) it names one process for ever."""
     pid_started: int | None
     state: Phase = "starting"
-    since: float = Field(default_factory=time.time)
+    since: Seconds = Field(default_factory=time.time)
     """When it came into this state."""
     cause: str | None = None
     """Why it ended."""
@@ -67,12 +71,16 @@ class EndpointState(BaseModel):
         self.state, self.since = state, time.time()
         self.cause = self.cause or cause
 
-    def save(self, folder: Path) -> None:
-        """Write it down, whole at once. A disk that is full must not end what runs, so no error is raised."""
-        with contextlib.suppress(OSError):
+    def save(self, folder: Path) -> bool:
+        """Write it down, whole at once; whether that could be done. A disk that is full must not end what
+        runs, so no error is raised."""
+        try:
             new = folder / f".{_STATE}"
             new.write_text(self.model_dump_json(indent=1), "utf-8")
             new.replace(folder / _STATE)
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -130,9 +138,15 @@ def find(name: str | None = None, port: int | None = None) -> list[Found]:
 def load(folder: Path) -> EndpointState | None:
     """What was last written down; None where there is nothing that can be read."""
     try:
-        return EndpointState.model_validate_json((folder / _STATE).read_bytes())
-    except (OSError, ValidationError):
+        with open(folder / _STATE, "rb", opener=_at_once) as file:
+            return EndpointState.model_validate_json(file.read(_LONGEST))
+    except (OSError, ValueError):
         return None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open what may be anything, as a FIFO that nobody writes into, without waiting for it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
@@ -154,6 +168,18 @@ def hold(folder: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
+
+
+def hold_again(folder: Path, lock: int) -> None:
+    """Where somebody has removed an endpoint's lock, perhaps with its folder, make it anew and hold that by
+    the same file descriptor. Where that cannot be, nothing is done."""
+    with contextlib.suppress(OSError):
+        if not (folder / _LOCK).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            again = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _locked(again, fcntl.LOCK_EX):
+                os.dup2(again, lock, inheritable=False)
+            os.close(again)
 
 
 def refuse_second(folder: Path) -> None:
@@ -179,7 +205,7 @@ def _second(folder: Path) -> LocalError:
 
 def is_running(folder: Path) -> bool:
     try:
-        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        lock = _at_once(str(folder / _LOCK), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -77,7 +77,7 @@ def _checked(folder: Path, where: str) -> Path:
 
 def _instead(path: Path) -> str:
     """What a path is that is not a folder, and what to do."""
-    if is_gguf(path):
+    if path.is_file() and is_gguf(path):
         return (
             "is a GGUF file, which vLLM does not read. Name the folder of the model's repository that has "
             "config.json, tokenizer.json and *.safetensors."

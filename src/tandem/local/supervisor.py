@@ -278,12 +278,14 @@ class Supervisor:
     async def _keep_logs_small(self) -> None:
         while True:
             for log in self._logs:
-                await asyncio.to_thread(keep_small, log)
+                with contextlib.suppress(RuntimeError):  # no thread can be started now
+                    await asyncio.to_thread(keep_small, log)
             await self._sleep(_LOOK)
 
 
 async def _health(client: httpx.AsyncClient, url: str) -> int:
     for path in ("/health", "/metrics"):
-        with contextlib.suppress(httpx.HTTPError):
-            return (await client.get(url + path)).status_code
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(2 * _ANSWER_SECONDS):  # httpx has limits for each piece of it only
+                return (await client.get(url + path)).status_code
     return 0
