@@ -69,7 +69,7 @@ def test_the_routers_command_line_says_what_was_planned(model: Path, machine: Ma
     made = planned(S3, machine, model=model)
     parser = argparse.ArgumentParser()
     add_router_arguments(parser)
-    config = router_config(parser.parse_args(list(made.router_argv[4:])))
+    config = router_config(parser.parse_args(list(made.router_argv[5:])))
     assert config == made.router
     assert config.prefill == ("http://127.0.0.1:8100", "http://127.0.0.1:8101")
     assert config.decode == ("http://127.0.0.1:8102",)
@@ -87,7 +87,7 @@ def test_with_lmcache_the_router_knows_how_kv_is_handed_over(model: Path, machin
     assert made.router.lmcache_buffer_chunks
     parser = argparse.ArgumentParser()
     add_router_arguments(parser)
-    assert router_config(parser.parse_args(list(made.router_argv[4:]))) == made.router
+    assert router_config(parser.parse_args(list(made.router_argv[5:]))) == made.router
 
 
 def test_the_curl_line_is_one_shell_command_for_this_model(model: Path, machine: Machine) -> None:
