@@ -59,14 +59,21 @@ class Endpoint:
         return state.processes
 
     async def ready(self) -> set[str] | None:
-        """The engines in use, by the router's word; None when it gives none."""
+        """The engines in use, by the router's word, each proved with all others that are; None when it gives
+        none."""
         samples = await self._samples(self.router)
+        try:
+            async with asyncio.timeout(5):
+                told = json.loads(await ask(self.client, self.router, "/ready"))
+        except (LoadError, TimeoutError):
+            return None
         if samples is None:
             return None
         in_use = {
             labels["engine"] for name, labels, value in samples if name == "tandem_engine_ready" and value
         }
-        return {name for name, url in self.urls.items() if url in in_use}
+        proved = {url for url in in_use if not any(url in each for each in told.get("unproved", ()))}
+        return {name for name, url in self.urls.items() if url in proved}
 
     async def answers(self, who: str) -> bool:
         try:

@@ -172,6 +172,12 @@ def test_a_pod_that_goes_and_comes_back_is_no_new_deployment() -> None:
     assert conditions(made)["PrefillReady"] == ("False", "Starting")
 
 
+def test_nor_is_it_before_the_cluster_has_made_the_new_pod() -> None:
+    made = status(deployment("prefill", 2, 1, updated=1, total=1), *WHOLE[1:], before=status(*WHOLE))
+    assert made["state"] == "DeploymentComplete"
+    assert conditions(made)["PrefillReady"][0] == "False"
+
+
 def test_the_last_pod_of_a_role_is_another_matter() -> None:
     made = status(WHOLE[0], deployment("decode", 1, 0), WHOLE[2], before=status(*WHOLE))
     assert made["state"] == "DeploymentInProgress"

@@ -21,9 +21,14 @@ class Rollout:
     """The number of its pods is an autoscaler's."""
 
     @property
+    def current(self) -> bool:
+        """No pod is of an older revision; there may be too few."""
+        return self.observed and self.total <= self.updated
+
+    @property
     def rolled(self) -> bool:
         """Pods are of the newest revision, and there are no others."""
-        return self.observed and self.updated >= self.desired and self.total <= self.updated
+        return self.current and self.updated >= self.desired
 
     @property
     def whole(self) -> bool:

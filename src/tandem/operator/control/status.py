@@ -249,7 +249,7 @@ def _state(outcome: Outcome, roles: Sequence[Role], before: Object, generation: 
         return FAILED
     # A pod that goes and comes back is no new deployment.
     done = before.get("state") == COMPLETE and before.get("observedGeneration") == generation
-    if done and all(role.serving and role.rolled for role in roles):
+    if done and all(role.serving and role.current for role in roles):
         return COMPLETE
     return IN_PROGRESS
 
