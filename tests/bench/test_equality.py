@@ -34,7 +34,7 @@ def test_a_difference_is_accepted_only_where_bfloat16_cannot_tell(gap: float, ac
 
 
 @pytest.mark.parametrize("likeliest", [-0.0123, -0.5, -1.05, -3.3, -9.99])
-def test_two_steps_of_bfloat16_are_a_tie_as_float32_tells_them(likeliest: float) -> None:
+def test_steps_of_bfloat16_are_a_tie_as_float32_tells_them(likeliest: float) -> None:
     def told(value: float) -> float:
         number: float = struct.unpack("f", struct.pack("f", value))[0]
         return number
