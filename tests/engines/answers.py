@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,3 +95,22 @@ def judge(answer: Greedy, reference: Greedy, what: str) -> Comparison:
     same = compare(answer.ids, reference.ids, reference.likely)
     print(f"{what}: {same}")
     return same
+
+
+async def right_at_once(
+    client: httpx.AsyncClient,
+    router: str,
+    decoder: str,
+    counter: PromptCounter,
+    lengths: Sequence[int],
+    *,
+    threshold: int,
+) -> None:
+    """Prompts of so many tokens, all at once: each takes its path, and is answered as by the decoder."""
+    prompts = [fresh_prompt(counter, n) for n in lengths]
+    answers = await asyncio.gather(*(greedy(client, router, p, max_tokens=16) for p in prompts))
+    for n, prompt, answer in zip(lengths, prompts, answers, strict=True):
+        expected = "disaggregated" if n >= threshold else "decode_only"
+        assert answer.headers["x-tandem-path"] == expected
+        reference = await greedy(client, decoder, prompt, max_tokens=16, cache_salt="alone")
+        assert judge(answer, reference, f"{n} tokens, {expected}").acceptable

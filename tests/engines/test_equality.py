@@ -10,7 +10,7 @@ import pytest
 from tandem.bench.scrape import scrape
 from tandem.prompt import PromptCounter
 
-from .answers import fresh_prompt, greedy, judge
+from .answers import fresh_prompt, greedy, judge, right_at_once
 from .conftest import Up
 
 BLOCK_TOKENS = 128
@@ -66,10 +66,4 @@ async def test_eight_mixed_requests_at_once_are_all_right(
     smollm2: Up, client: httpx.AsyncClient, counter: PromptCounter
 ) -> None:
     lengths = [20, 1100, 60, 200, 1030, 40, 1025, 300]
-    prompts = [fresh_prompt(counter, n) for n in lengths]
-    answers = await asyncio.gather(*(greedy(client, smollm2.url, p, max_tokens=16) for p in prompts))
-    for n, prompt, answer in zip(lengths, prompts, answers, strict=True):
-        expected = "disaggregated" if n >= 1024 else "decode_only"
-        assert answer.headers["x-tandem-path"] == expected
-        reference = await greedy(client, smollm2.decode[0], prompt, max_tokens=16, cache_salt="alone")
-        assert judge(answer, reference, f"{n} tokens, {expected}").acceptable
+    await right_at_once(client, smollm2.url, smollm2.decode[0], counter, lengths, threshold=1024)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,7 @@ from tandem.bench.scrape import scrape
 from tandem.local.manifest import read_manifest
 from tandem.prompt import PromptCounter, load
 
-from .answers import fresh_prompt, greedy, judge
+from .answers import fresh_prompt, greedy, judge, right_at_once
 from .conftest import Up, start_up, stop_up
 
 THRESHOLD = 200
@@ -48,13 +48,6 @@ def lmcache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 @pytest.fixture(scope="module")
 def counter(lmcache: Up) -> PromptCounter:
     return load(Path(lmcache.plan["model"]))
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(keepalive_expiry=2.0)  # gives connections up before vLLM does
-    async with httpx.AsyncClient(timeout=180.0, limits=limits, trust_env=False) as client:
-        yield client
 
 
 @pytest.mark.parametrize("tokens", [300, 1000, 1800])
@@ -91,13 +84,7 @@ async def test_many_at_once_are_all_right_and_leave_nothing_in_the_buffer(
     lmcache: Up, client: httpx.AsyncClient, counter: PromptCounter
 ) -> None:
     lengths = [20, 1100, 60, 250, 1030, 40, 1025, 300]
-    prompts = [fresh_prompt(counter, n) for n in lengths]
-    answers = await asyncio.gather(*(greedy(client, lmcache.url, p, max_tokens=16) for p in prompts))
-    for n, prompt, answer in zip(lengths, prompts, answers, strict=True):
-        expected = "disaggregated" if n >= THRESHOLD else "decode_only"
-        assert answer.headers["x-tandem-path"] == expected
-        reference = await greedy(client, lmcache.decode[0], prompt, max_tokens=16, cache_salt="alone")
-        assert judge(answer, reference, f"{n} tokens, {expected}").acceptable
+    await right_at_once(client, lmcache.url, lmcache.decode[0], counter, lengths, threshold=THRESHOLD)
     await reserved(client, lmcache, 0)
 
 

@@ -9,18 +9,19 @@ from typing import Literal
 
 from tandem.api import Endpoint, Role
 from tandem.engine.args import flag_value
-from tandem.engine.errors import EngineError
 from tandem.engine.kv_size import count, model_names, token_size
 from tandem.engine.lmcache import (
     BACKEND_MODE,
     Receiver,
     Sender,
     as_variables,
+    equal_ranks,
     hand_off_settings,
     hand_off_step,
+    receive_buffer,
 )
 from tandem.engine.machine import Machine
-from tandem.engine.pd_buffer import VARIABLE, PdBuffer, given_bytes, pd_buffer
+from tandem.engine.pd_buffer import VARIABLE, PdBuffer
 from tandem.engine.pod_variables import DEFAULT_HASH_SEED
 from tandem.engine.roles import int_flag, literal_environment, model_config
 
@@ -68,36 +69,25 @@ def lmcache_hand_off(
 ) -> LMCacheHandOff:
     """`args`: each role's flags; `engines`: how many there are in all. Raises EngineError."""
     config = model_config(model)
-    ranks = {role: int_flag(args[role], "--tensor-parallel-size") or 1 for role in Role}
-    if ranks[Role.PREFILL] != ranks[Role.DECODE]:
-        raise EngineError(
-            f"spec.pdSpec: prefillers have --tensor-parallel-size {ranks[Role.PREFILL]} and decoders "
-            f"{ranks[Role.DECODE]}; with LMCache each rank writes to its own counterpart, so they must be "
-            "equal"
-        )
+    ranks = equal_ranks(*(int_flag(args[role], "--tensor-parallel-size") or 1 for role in Role))
     contexts = (int_flag(args[role], "--max-model-len") for role in Role)
     context = min(filter(None, contexts), default=None) or count(config, "max_position_embeddings")
     token = token_size(
         config or None,
         model_names(endpoint),
-        tp=ranks[Role.DECODE],
+        tp=ranks,
         kv_cache_dtype=flag_value(args[Role.DECODE], "--kv-cache-dtype"),
     )
     on_cpu = machine.accelerator == "cpu"
-    given = literal_environment(endpoint).get(VARIABLE)
-    try:
-        buffer = pd_buffer(
+    return LMCacheHandOff(
+        buffer=receive_buffer(
             token,
             longest=context,
-            given=None if given is None else given_bytes(given),
+            given=literal_environment(endpoint).get(VARIABLE),
             room=machine.memory_bytes // BUFFER_SHARE // engines if on_cpu else None,
-        )
-    except ValueError as error:
-        raise EngineError(f"spec.worker.environmentVariables[{VARIABLE}]: {error}") from None
-    return LMCacheHandOff(
-        buffer=buffer,
+        ),
         step_tokens=int_flag(args[Role.PREFILL], "--max-num-batched-tokens") or hand_off_step(context),
-        ranks=ranks[Role.DECODE],
+        ranks=ranks,
         host=host,
         notify_port=notify_port,
         device="cpu" if on_cpu else "cuda",

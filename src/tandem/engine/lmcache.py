@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from tandem.api import Role
 from tandem.engine.args import has_flag, switch, without
-from tandem.engine.pd_buffer import CHUNK_TOKENS
+from tandem.engine.errors import EngineError
+from tandem.engine.kv_size import TokenSize
+from tandem.engine.pd_buffer import CHUNK_TOKENS, VARIABLE, PdBuffer, given_bytes, pd_buffer
 from tandem.engine.pod_variables import lmcache_variable
 from tandem.engine.step_size import MAX_PREFILL_STEP
 
@@ -81,6 +83,27 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def equal_ranks(prefill: int, decode: int) -> int:
+    """The tensor-parallel ranks of both roles. Raises EngineError where they differ."""
+    if prefill != decode:
+        raise EngineError(
+            f"spec.pdSpec: prefillers have --tensor-parallel-size {prefill} and decoders {decode}; with "
+            "LMCache each rank writes to its own counterpart, so they must be equal"
+        )
+    return decode
+
+
+def receive_buffer(
+    token: TokenSize, *, longest: int | None, given: str | None, room: int | None = None
+) -> PdBuffer:
+    """`pd_buffer`, with its variable's text as the resource has it. Raises EngineError."""
+    try:
+        size = None if given is None else given_bytes(given)
+        return pd_buffer(token, longest=longest, given=size, room=room)
+    except ValueError as error:
+        raise EngineError(f"spec.worker.environmentVariables[{VARIABLE}]: {error}") from None
 
 
 def hand_off_step(context: int | None) -> int:

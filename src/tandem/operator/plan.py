@@ -17,8 +17,8 @@ from tandem.engine import (
     wants_kv_events,
 )
 from tandem.engine.kv_size import model_names, token_size
-from tandem.engine.lmcache import hand_off_step
-from tandem.engine.pd_buffer import VARIABLE, PdBuffer, given_bytes, pd_buffer
+from tandem.engine.lmcache import equal_ranks, hand_off_step, receive_buffer
+from tandem.engine.pd_buffer import VARIABLE, PdBuffer
 from tandem.engine.pod_ports import MOST_LMCACHE_RANKS, taken_ports
 from tandem.operator import sizes
 from tandem.operator.errors import RenderError
@@ -174,28 +174,25 @@ def _require_free_port(made: Plan) -> None:
 
 def _with_lmcache(made: Plan) -> Plan:
     prefill, decode = made.pool(Role.PREFILL), made.pool(Role.DECODE)
-    if prefill.flags.tp != decode.flags.tp:
-        raise RenderError(
-            f"spec.pdSpec: prefillers have --tensor-parallel-size {prefill.flags.tp} and decoders "
-            f"{decode.flags.tp}; with LMCache each rank writes to its own counterpart, so they must be equal"
-        )
-    if decode.flags.tp > MOST_LMCACHE_RANKS or max(p.flags.dp for p in made.pools) > 1:
+    try:
+        ranks = equal_ranks(prefill.flags.tp, decode.flags.tp)
+    except EngineError as error:
+        raise RenderError(str(error)) from None
+    if ranks > MOST_LMCACHE_RANKS or max(p.flags.dp for p in made.pools) > 1:
         raise RenderError(
             f"spec.worker.args: LMCache hands over between engines of one data-parallel rank and at most "
             f"{MOST_LMCACHE_RANKS} tensor-parallel ones; use the connector nixl, or more replicas"
         )
-    given = decode.env_value(VARIABLE)
     token = token_size(
         made.settings.model_config,
         model_names(made.endpoint),
-        tp=decode.flags.tp,
+        tp=ranks,
         kv_cache_dtype=flag_value(decode.args, "--kv-cache-dtype"),
     )
     try:
-        size = None if given is None else given_bytes(given)
-        buffer = pd_buffer(token, longest=made.context, given=size)
-    except ValueError as error:
-        raise RenderError(f"spec.worker.environmentVariables[{VARIABLE}]: {error}") from None
+        buffer = receive_buffer(token, longest=made.context, given=decode.env_value(VARIABLE))
+    except EngineError as error:
+        raise RenderError(str(error)) from None
     step = prefill.flags.step_tokens or hand_off_step(made.context)
     return replace(made, buffer=buffer, step_tokens=step)
 
