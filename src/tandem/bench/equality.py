@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TIE_GAP = 0.5
+TIE_GAP = 0.375
 """Largest gap (natural log) between the two likeliest tokens that counts as a tie in bfloat16.
 
 bfloat16 keeps 8 significant bits, so logits between 16 and 32 lie on a grid of 0.125. Computed in other
-batch shapes, as a whole prompt in one step and in steps of 48 tokens, each of two logits can come out two
-steps off, and so their difference four. The largest seen is 0.31 (SmolLM2-135M); what another KV cache gives
-is nats apart.
+batch shapes, as a whole prompt in one step and in steps of 48 tokens, the difference of two logits can come
+out three steps off: of 18 proofs with SmolLM2-135M 8 had a first difference, the largest of 0.312.
 """
 
 _ROUNDING = 1e-4
