@@ -9,26 +9,27 @@ import yaml
 
 from tandem.operator.control.likeness import covers
 
-from ..api.conftest import ApiServer, assets_folder, lacking
+from ..api.conftest import ApiServer, assets_folder, lacking, started
 from .endpoints import ROUTER_NAMESPACE, VARIANTS, rendered
 
 
 @pytest.fixture(scope="module")
-def server(bare_api_server: ApiServer) -> Iterator[ApiServer]:
-    """With KEDA's definitions, which other tests go without, and the namespaces that endpoints live in."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """One of its own, with KEDA's definitions and the namespaces that endpoints live in.
+
+    Other tests go without KEDA, and taking definitions away again is a wait with no bound.
+    """
     definitions = assets_folder() / "keda-crds.yaml"
     if not definitions.exists():
         lacking("needs keda-crds.yaml beside kube-apiserver (KUBEBUILDER_ASSETS)")
-    done = bare_api_server.kubectl("apply", "--server-side", "-f", str(definitions))
-    assert done.returncode == 0, done.stderr
-    bare_api_server.wait_until_served("scaledobjects.keda.sh")
-    for namespace in ("team-a", ROUTER_NAMESPACE):  # other tests may have made one
-        made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
-        done = bare_api_server.kubectl("apply", "--server-side", "-f", "-", stdin=made)
+    with started(assets_folder(), tmp_path_factory.mktemp("kube-with-keda")) as server:
+        done = server.kubectl("apply", "--server-side", "-f", str(definitions))
         assert done.returncode == 0, done.stderr
-    yield bare_api_server
-    done = bare_api_server.kubectl("delete", "-f", str(definitions))
-    assert done.returncode == 0, done.stderr
+        server.wait_until_served("scaledobjects.keda.sh")
+        for namespace in ("team-a", ROUTER_NAMESPACE):
+            done = server.kubectl("create", "namespace", namespace)
+            assert done.returncode == 0, done.stderr
+        yield server
 
 
 @pytest.mark.timeout(300)  # the first one waits for the server
