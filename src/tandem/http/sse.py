@@ -12,38 +12,96 @@ _FAILED = frozenset({"abort", "error"})
 _MARKERS = (b'"usage', b'"error', b'"abort', b"[DONE")
 
 
+# Looking costs the same for one event as for many: so they wait until there are about so many bytes of them.
+_HELD_BYTES = 8 * 1024
+
+
 class StreamScan:
     """Follows the bytes of an OpenAI-style event stream, however they are split, and notes what they tell.
 
     Lines end with LF or CRLF. Events are not decoded unless one carries a word that matters, so the common
-    event costs a few substring searches. A line is looked at up to `line_bytes`; memory is bounded by that.
+    event costs a few substring searches. They are looked at some at a time, and at once when something is
+    asked of them. A line is looked at up to `line_bytes`; memory is bounded by that.
     """
 
-    __slots__ = ("_line_bytes", "_partial", "done", "error", "events", "finish_reason", "usage")
+    __slots__ = (
+        "_done",
+        "_error",
+        "_events",
+        "_finish_reason",
+        "_held",
+        "_held_bytes",
+        "_line_bytes",
+        "_partial",
+        "_usage",
+    )
 
     def __init__(self, *, line_bytes: int = 64 * 1024) -> None:
-        self.events = 0
-        """Events (`data:` lines) seen, without the closing `[DONE]`."""
-        self.done = False
-        """Whether `data: [DONE]` was seen."""
-        self.usage: dict[str, Any] | None = None
-        """The last `usage` object."""
-        self.error: dict[str, Any] | None = None
-        """The first error sent as an event: its `error` object, or `{"message": …}` if that was no object."""
-        self.finish_reason: str | None = None
-        """"error" or "abort", if a choice ended so: the engine failed although the stream looks whole."""
+        self._events = 0
+        self._done = False
+        self._usage: dict[str, Any] | None = None
+        self._error: dict[str, Any] | None = None
+        self._finish_reason: str | None = None
         self._line_bytes = line_bytes
+        self._held: list[bytes] = []  # not looked at yet
+        self._held_bytes = 0
         self._partial = bytearray()  # the line that has not ended yet
 
+    @property
+    def events(self) -> int:
+        """Events (`data:` lines) seen, without the closing `[DONE]`."""
+        self._look()
+        return self._events
+
+    @property
+    def done(self) -> bool:
+        """Whether `data: [DONE]` was seen."""
+        self._look()
+        return self._done
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """The last `usage` object."""
+        self._look()
+        return self._usage
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The first error sent as an event: its `error` object, or `{"message": …}` if that was no object."""
+        self._look()
+        return self._error
+
+    @property
+    def finish_reason(self) -> str | None:
+        """"error" or "abort", if a choice ended so: the engine failed although the stream looks whole."""
+        self._look()
+        return self._finish_reason
+
     def feed(self, data: bytes) -> None:
-        """Look at the next bytes of the stream."""
+        """Take the next bytes of the stream."""
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes >= _HELD_BYTES:
+            self._look()
+
+    def end(self) -> None:
+        """The stream is over: what stands behind the last line end is a line, too."""
+        self._look()
+        self._end_line()
+
+    def _look(self) -> None:
+        held = self._held
+        if not held:
+            return
+        data = held[0] if len(held) == 1 else b"".join(held)
+        held.clear()
+        self._held_bytes = 0
         if self._partial or len(data) > self._line_bytes or not data.endswith(b"\n"):
             self._feed_lines(data)
         else:
             self._scan(data)
 
-    def end(self) -> None:
-        """The stream is over: what stands behind the last line end is a line, too."""
+    def _end_line(self) -> None:
         if self._partial:
             line = bytes(self._partial)
             self._partial.clear()
@@ -55,7 +113,7 @@ class StreamScan:
         while end:
             if self._partial or end - start > self._line_bytes:
                 self._keep(data[start:end])
-                self.end()
+                self._end_line()
             else:
                 self._scan(data[start:end])
             start = end
@@ -67,7 +125,7 @@ class StreamScan:
 
     def _scan(self, lines: bytes) -> None:
         """Look at whole lines."""
-        self.events += lines.startswith(b"data:") + lines.count(b"\ndata:")
+        self._events += lines.startswith(b"data:") + lines.count(b"\ndata:")
         if b'"usage' in lines or b'"error' in lines or b'"abort' in lines or b"[DONE" in lines:
             for start in _marked_lines(lines):
                 if lines.startswith(b"data:", start):
@@ -75,8 +133,8 @@ class StreamScan:
 
     def _look_at(self, payload: bytes) -> None:
         if payload == b"[DONE]":
-            self.events -= 1
-            self.done = True
+            self._events -= 1
+            self._done = True
         elif b'"error"' in payload or b'"abort"' in payload or _USAGE.search(payload):
             self._decode(payload)
 
@@ -85,20 +143,20 @@ class StreamScan:
             event = json.loads(payload)
         except (ValueError, RecursionError):
             # Too long to have been kept whole, or broken. An error must be seen nevertheless.
-            if _ERROR_FIRST.match(payload) and self.error is None:
-                self.error = {"message": payload[:1000].decode("utf-8", "replace")}
+            if _ERROR_FIRST.match(payload) and self._error is None:
+                self._error = {"message": payload[:1000].decode("utf-8", "replace")}
             return
         if not isinstance(event, dict):
             return
         if isinstance(event.get("usage"), dict):
-            self.usage = event["usage"]
+            self._usage = event["usage"]
         error = event if event.get("object") == "error" else event.get("error")
-        if error and self.error is None:
-            self.error = error if isinstance(error, dict) else {"message": str(error)}
+        if error and self._error is None:
+            self._error = error if isinstance(error, dict) else {"message": str(error)}
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict) and choice.get("finish_reason") in _FAILED:
-                self.finish_reason = choice["finish_reason"]
+                self._finish_reason = choice["finish_reason"]
 
 
 def _line_at(lines: bytes, start: int) -> bytes:

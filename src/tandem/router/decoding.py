@@ -108,7 +108,7 @@ class Decoding:
             headers,
             silent_events=1 if job.api is Api.CHAT else 0,
             on_first=on_first,
-            observe_gap=self._metrics.itl.labels(job.path).observe,
+            observe_gap=self._metrics.itl.of(job.path).observe,
             clock=self._clock,
         )
         job.scan = relay.scan

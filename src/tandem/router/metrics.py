@@ -12,12 +12,12 @@ from tandem.router.budgets import Budgets
 from tandem.router.discovery import Source
 from tandem.router.engines import State
 from tandem.router.fleet import Fleet
+from tandem.router.gaps import GapHistogram
 from tandem.router.gate import Gate
 from tandem.router.handover import Handovers
 from tandem.router.waiting import Line
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class Metrics:
@@ -50,13 +50,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.itl = Histogram(
-            "tandem_itl_seconds",
-            "Streamed answers: gap between two arrivals from the decoder.",
-            ["path"],
-            buckets=_GAPS,
-            registry=self.registry,
-        )
+        self.itl = GapHistogram()
+        self.registry.register(self.itl)
         self.prefill = Histogram(
             "tandem_prefill_seconds",
             "Prefill leg: from sending it to its whole answer.",
