@@ -10,8 +10,6 @@ _ERROR_FIRST = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
 _FAILED = frozenset({"abort", "error"})
 # The last byte is left out: a quote ends many words, and a search for a needle that ends with it is slower.
 _MARKERS = (b'"usage', b'"error', b'"abort', b"[DONE")
-
-
 # Looking costs the same for one event as for many: so they wait until there are about so many bytes of them.
 _HELD_BYTES = 8 * 1024
 
@@ -126,10 +124,9 @@ class StreamScan:
     def _scan(self, lines: bytes) -> None:
         """Look at whole lines."""
         self._events += lines.startswith(b"data:") + lines.count(b"\ndata:")
-        if b'"usage' in lines or b'"error' in lines or b'"abort' in lines or b"[DONE" in lines:
-            for start in _marked_lines(lines):
-                if lines.startswith(b"data:", start):
-                    self._look_at(_line_at(lines, start + 5).strip())
+        for start in _marked_lines(lines):
+            if lines.startswith(b"data:", start):
+                self._look_at(_line_at(lines, start + 5).strip())
 
     def _look_at(self, payload: bytes) -> None:
         if payload == b"[DONE]":
