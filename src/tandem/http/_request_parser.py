@@ -78,6 +78,10 @@ class RequestParser:
         if overhead > framing_allowance(self._limits.head_bytes, self.body_size):
             self._refuse_overhead()
 
+    def close(self) -> None:
+        """Nothing more will come. (llhttp holds its user: in a cycle both would wait for the garbage collection.)"""
+        self._llhttp = None
+
     @property
     def body_size(self) -> int:
         """Bytes that have come of the body of the request that is not whole yet."""

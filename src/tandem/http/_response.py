@@ -140,6 +140,9 @@ class Response:
 
     def feed(self, data: bytes) -> None:
         """Take what came in one read."""
+        if self._llhttp is None:
+            self._keep_alive = False  # the message was whole, and something comes behind it
+            return
         self._wire_size += len(data)
         try:
             self._llhttp.feed_data(data)
@@ -273,15 +276,21 @@ class Response:
             self._carrier.watchdog.set(self.idle_timeout)
 
     def _end(self) -> None:
+        self._let_go_of_parser()
         self._carrier.watchdog.clear()
         self._wake()
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
             self._error = error
+            self._let_go_of_parser()
             self._carrier.watchdog.clear()
             self._carrier.close()
             self._wake()
+
+    def _let_go_of_parser(self) -> None:
+        """It holds the response, too: in a cycle both would wait for the garbage collection."""
+        self._llhttp = None
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

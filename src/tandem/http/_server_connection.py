@@ -91,6 +91,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = self._lost = True
         self._watchdog.close()
+        self._parser.close()
         self._client_left()
         self._flow.attach(None)
         self._flow.resume()

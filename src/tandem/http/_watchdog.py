@@ -36,6 +36,7 @@ class Watchdog:
     def close(self) -> None:
         """No deadline ever again; lets go of the owner."""
         self._deadline = None
+        self._expired = _nothing
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -53,3 +54,7 @@ class Watchdog:
             return
         self._deadline = None
         self._expired()
+
+
+def _nothing() -> None:
+    pass

@@ -71,7 +71,7 @@ class StreamScan:
 
     @property
     def finish_reason(self) -> str | None:
-        """"error" or "abort", if a choice ended so: the engine failed although the stream looks whole."""
+        """ "error" or "abort", if a choice ended so: the engine failed although the stream looks whole."""
         self._look()
         return self._finish_reason
 
