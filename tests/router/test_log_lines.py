@@ -6,12 +6,13 @@ import asyncio
 import io
 import logging
 import re
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from tandem.router.log_lines import LogLines
+from tandem.router.log_lines import LineRecord, LogLines
 
 
 class Stream(io.StringIO):
@@ -91,15 +92,25 @@ async def test_closing_leaves_no_line_behind(stream: Stream) -> None:
     handler.close()
 
 
-def test_lines_are_as_they_always_were(stream: Stream) -> None:
+@pytest.mark.parametrize("kind", [logging.LogRecord, LineRecord])
+@pytest.mark.parametrize(
+    ("said", "values"),
+    [("said so", ()), ("said %s", ("so",)), ("said %(what)s", ({"what": "so"},)), ("{} %s", ({},))],
+)
+@pytest.mark.parametrize("created", [1795978425.117, 1795978425.9994, 1795978426.0, 1795978425.5])
+def test_lines_are_as_they_always_were(
+    stream: Stream, kind: type[logging.LogRecord], said: str, values: tuple[object, ...], created: float
+) -> None:
     standard = logging.Formatter("%(asctime)s [%(levelname)s] %(message)s")
-    ours = LogLines(stream).formatter
-    assert ours is not None
-    for created in (1795978425.117, 1795978425.9994, 1795978426.0, 1795978425.5):
-        record = logging.LogRecord("x", logging.INFO, "f", 1, "said %s", ("so",), None)
-        record.created, record.msecs = created, int((created - int(created)) * 1000) + 0.0
-        assert ours.format(record) == standard.format(record)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[INFO\] said so", ours.format(record))
+    try:
+        raise RuntimeError("the cause")
+    except RuntimeError:
+        for cause in (None, sys.exc_info()):
+            record = kind("x", logging.INFO, "f", 1, said, values, cause)
+            record.created, record.msecs = created, int((created - int(created)) * 1000) + 0.0
+            line = LogLines(stream).format(record)
+            assert line == standard.format(record)
+            assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[INFO\] ", line)
 
 
 async def test_one_that_cannot_be_formatted_harms_no_other(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -27,12 +27,8 @@ class Gaps:
         self._sum += seconds
 
     def add_to(self, family: HistogramMetricFamily, path: str) -> None:
-        counted = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*BOUNDS, float("inf")), self._counts, strict=True):
-            counted += count
-            buckets.append((floatToGoString(bound), counted))
-        family.add_metric((path,), buckets, self._sum)
+        names = (*map(str, BOUNDS), "+Inf")
+        family.add_metric((path,), list(zip(names, accumulate(self._counts), strict=True)), self._sum)
 
 
 class GapHistogram(Collector):
