@@ -79,7 +79,7 @@ class RequestParser:
             self._refuse_overhead()
 
     def close(self) -> None:
-        """Nothing more will come. llhttp holds its user: in a cycle both would wait for the garbage collection."""
+        """Nothing more will come. llhttp holds its user, and the two would wait for a search for cycles."""
         self._llhttp = None
 
     @property
