@@ -134,7 +134,7 @@ class RequestParser:
         self._check_host()
         has_body = self._check_body_framing()
         self._check_expectation(has_body)
-        self._path, self._query = self._split_target()
+        self._path = self._path_of_target()
         self._keep_alive = self._version == "1.1" and bool(self._llhttp.should_keep_alive())
         self.phase = Phase.BODY
 
@@ -155,7 +155,6 @@ class RequestParser:
                 method=self._method,
                 target=self._target,
                 path=self._path,
-                query=self._query,
                 headers=self._headers,
                 body=bytes(self._body),
                 http_version=self._version,
@@ -209,11 +208,11 @@ class RequestParser:
             self._refuse(HTTPStatus.EXPECTATION_FAILED, "no expectation but 100-continue is supported")
         self.awaits_continue = has_body
 
-    def _split_target(self) -> tuple[str, bytes]:
+    def _path_of_target(self) -> str:
         target = self._target
         if b"#" in target:
             self._refuse(HTTPStatus.BAD_REQUEST, "fragment in the request target")
-        path, _, query = target.partition(b"?")
+        path = target.partition(b"?")[0]
         if not path.startswith(b"/") and path != b"*":
             # The absolute form, as sent to a proxy (RFC 9112, 3.2.2): a server takes it as well.
             scheme, separator, rest = path.partition(b"://")
@@ -226,7 +225,7 @@ class RequestParser:
                 text = unquote(text, errors="strict")
             except UnicodeDecodeError:
                 self._refuse(HTTPStatus.BAD_REQUEST, "request target is not UTF-8")
-        return text, query
+        return text
 
     def _refuse_overhead(self) -> NoReturn:
         if self.phase is Phase.BODY:

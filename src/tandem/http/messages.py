@@ -60,8 +60,6 @@ class Request:
     """The request target as sent."""
     path: str
     """The target's path, percent-decoded, without the query."""
-    query: bytes
-    """What follows the first `?`, as sent; empty if there is none."""
     headers: Headers
     body: bytes
     http_version: str
