@@ -115,7 +115,8 @@ async def test_write_timeout(start: Start) -> None:
     body = json.dumps({**SHORT, "stream": True}).encode()
     with socket.create_connection((url.host, url.port)) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
 
         async def cancelled() -> bool:
