@@ -23,6 +23,9 @@ leaves before the response is whole."""
 # never see the answer; so we stop writing, and swallow what comes for this long (seconds).
 _LINGER = 2.0
 
+_LOGGED = 200
+"""Bytes of a request's path that are logged."""
+
 _JSON: Headers = [(b"content-type", b"application/json")]
 
 
@@ -169,7 +172,9 @@ class ServerConnection(asyncio.Protocol):
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and responder.closed:
                 raise  # by us
-            log.exception("%s %s failed", request.method, request.path)
+            # As sent: decoded it could end the line. What is behind it may be nobody's business.
+            path = request.target.partition(b"?")[0][:_LOGGED]
+            log.exception("%s %s failed", request.method, path.decode("ascii", "backslashreplace"))
             if not responder.started:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
                 responder.send(status, _JSON, error_body("internal error", status))
