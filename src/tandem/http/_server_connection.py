@@ -8,7 +8,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from tandem.http._request_parser import Phase, Refusal, RequestParser
+from tandem.http._body_room import BodyRoom, Share, room_of
+from tandem.http._request_parser import NO_ROOM, Phase, Refusal, RequestParser
 from tandem.http._responder import Responder, WriteFlow
 from tandem.http._watchdog import Watchdog
 from tandem.http.messages import Headers, Limits, Request, error_body
@@ -27,6 +28,7 @@ _LOGGED = 200
 """Bytes of a request's path that are logged."""
 
 _JSON: Headers = [(b"content-type", b"application/json")]
+_LATER: Headers = [*_JSON, (b"retry-after", b"1")]
 
 
 class ConnectionOwner(Protocol):
@@ -34,6 +36,7 @@ class ConnectionOwner(Protocol):
 
     handler: Handler
     limits: Limits
+    bodies: BodyRoom
     refused: Callable[[HTTPStatus], None]
 
     def opened(self, connection: "ServerConnection") -> bool:
@@ -50,6 +53,8 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self._limits = owner.limits
+        self._share = Share(owner.bodies, self._make_way)
+        self._serving = 0  # room that the body of the running request takes
         self._flow = WriteFlow()
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(self._loop, self._expired)
@@ -71,7 +76,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.write_high_water)
         peer = transport.get_extra_info("peername")
-        self._parser = RequestParser(self._limits, peer[0] if isinstance(peer, tuple) else "")
+        self._parser = RequestParser(self._limits, peer[0] if isinstance(peer, tuple) else "", self._share)
         if self._owner.opened(self):
             self._watchdog.set(self._limits.head_timeout)
         else:
@@ -95,6 +100,7 @@ class ServerConnection(asyncio.Protocol):
         self._closing = self._lost = True
         self._watchdog.close()
         self._client_left()
+        self._drop_unserved()
         self._flow.attach(None)
         self._flow.resume()
         if self.task is None:
@@ -151,6 +157,7 @@ class ServerConnection(asyncio.Protocol):
             self._await_request()
 
     def _start(self, request: Request) -> None:
+        self._serving = room_of(request.body)
         self._watchdog.clear()
         self._waiting_in = None
         responder = self._responder = Responder(
@@ -183,6 +190,9 @@ class ServerConnection(asyncio.Protocol):
         """The handler's task has ended, or was cancelled before it began."""
         responder.abort()  # does nothing to a finished response
         self.task = self._responder = None
+        if self._serving:
+            self._share.give(self._serving)
+            self._serving = 0
         if self._lost:
             self._owner.lost(self)
         elif responder.aborted:
@@ -229,7 +239,8 @@ class ServerConnection(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         self._owner.refused(refusal.status)
         responder = Responder(self._transport, self._flow, method="", http_version="1.1", keep_alive=False)
-        responder.send(refusal.status, _JSON, error_body(refusal.message, refusal.status))
+        headers = _LATER if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else _JSON
+        responder.send(refusal.status, headers, error_body(refusal.message, refusal.status))
         self._linger()
 
     def _close(self) -> None:
@@ -242,9 +253,21 @@ class ServerConnection(asyncio.Protocol):
         self._read(True)
         self._watch_closing(None if self._transport.get_write_buffer_size() else _LINGER)
 
+    def _make_way(self) -> None:
+        """Give up the request that is coming: others wait for the room that it takes."""
+        self._refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, NO_ROOM)
+        self._parser.drop_body()
+        self._advance()
+
+    def _drop_unserved(self) -> None:
+        self._parser.drop_body()
+        self._parser.ready.clear()
+        self._share.give(self._share.held - self._serving)
+
     def _watch_closing(self, seconds: float | None = None) -> None:
         if not self._closing:
             self._closing = True
+            self._drop_unserved()
             self._watch_sending(seconds)
 
     def _watch_sending(self, seconds: float | None = None) -> None:
