@@ -62,6 +62,7 @@ class RequestParser:
         self._client = client
         self._share = share or Share(BodyRoom(limits.held_bytes, limits.body_timeout), self.drop_body)
         self._small = min(SMALL_BODY, limits.body_bytes)
+        self._measured = 0
         self._llhttp: Any = httptools.HttpRequestParser(self)
         self._refusal: Refusal | None = None
         # Of the request under way, without what came in the read that ended the one before.
@@ -196,7 +197,7 @@ class RequestParser:
         self._head_size = 0
         # Pieces in a list would cost more than what they hold: a chunk may be a byte.
         self._body = bytearray()
-        self._measured: int = 0  # bytes of it that hold room, where it is large
+        self._measured = 0  # bytes of it that hold room, where it is large
         self._unmeasured = self._small  # its size beyond which there is to be room for more
 
     # Checks
