@@ -22,6 +22,9 @@ from tandem.http.messages import Headers, Limits, Request, find_header
 # has no authority.
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9\-._~%]+)?\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(:[0-9]*)?")
 
+# What a field counts beside its bytes, as in HTTP/2 (RFC 9113, 6.5.2): to keep it costs more than to send it.
+_FIELD = 32
+
 # llhttp cannot be paused at the end of a message, so all requests of one read are parsed at once.
 _MAX_PIPELINED = 128
 
@@ -144,7 +147,7 @@ class RequestParser:
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
+        self._count_head(len(name) + len(value) + _FIELD)
         if self.phase is Phase.HEAD:  # else a trailer, which nothing here has a use for
             self._headers.append((name.lower(), value.rstrip(b" \t")))
 

@@ -8,7 +8,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from tandem.http._body_room import BodyRoom, Share, room_of
+from tandem.http._body_room import SMALL_BODY, BodyRoom, Share, room_of
 from tandem.http._request_parser import NO_ROOM, Phase, Refusal, RequestParser
 from tandem.http._responder import Responder, WriteFlow
 from tandem.http._watchdog import Watchdog
@@ -90,6 +90,10 @@ class ServerConnection(asyncio.Protocol):
         except Refusal as refusal:
             self._refusal = refusal
         self._advance()
+        if self._parser.body_size > SMALL_BODY and self._reading:
+            # Others first: uvloop would read 8 MiB at a time, which takes long where chunks are tiny.
+            self._read(False)
+            self._loop.call_soon(self._read_on)
 
     def eof_received(self) -> None:
         # A half-closed connection cannot be told from one that was left, and the latter is the common one.
@@ -281,6 +285,11 @@ class ServerConnection(asyncio.Protocol):
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        """Go on with a large body, now that others have had their turn."""
+        if not self._parser.ready:
+            self._read(True)
 
     def _expired(self) -> None:
         if self._closing or self._flow.paused:
