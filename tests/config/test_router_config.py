@@ -128,6 +128,7 @@ def clients(draw: st.DrawFn) -> dict[str, Any]:
         "max_connections": draw(st.integers(1, 1_000_000)),
         "max_head_bytes": draw(st.integers(1024, 2**24)),
         "max_body_bytes": draw(st.integers(1, 2**30)),
+        "max_held_bytes": draw(st.integers(2**30, 2**40)),
         "head_timeout": draw(seconds(0.1, 3600)),
         "body_timeout": draw(seconds(0.1, 3600)),
         "body_rate": draw(seconds(0, 2**30)),
@@ -404,6 +405,10 @@ def test_nothing_is_no_value_of_any_flag(flag: str, nothing: str) -> None:
         (
             "--decode http://a:1 --host 0.0.0.0 --port 9 --admin-host 10.0.0.1 --admin-port 9",
             "--port and --admin-port: both are 9; give",
+        ),
+        (
+            "--decode http://a:1 --max-held-bytes 9 --max-body-bytes 10",
+            "--max-held-bytes: 9 is less than --max-body-bytes",
         ),
         ("--decode http://a:1 --tls-key k", "--tls-key: needs --tls-certificate, which is not given"),
         ("--decode http://a:1 --tls-certificate c", "--tls-certificate: needs --tls-key, which is not given"),

@@ -46,6 +46,7 @@ def test_a_limit_may_be_what_is_said(flag: str, least: str, most: str) -> None:
 def test_each_limit_says_so() -> None:
     limits = {"--max-connections", "--max-head-bytes", "--max-body-bytes", "--head-timeout", "--body-timeout"}
     assert {flag for flag, *_ in BOUNDS} == limits | {
+        "--max-held-bytes",
         "--body-rate",
         "--keep-alive-timeout",
         "--write-timeout",

@@ -48,7 +48,6 @@ def test_reads_a_request() -> None:
         method="POST",
         target=b"/v1/a%20b?x=%31&y",
         path="/v1/a b",
-        query=b"x=%31&y",
         headers=[(b"host", b"a"), (b"content-length", b"3"), (b"x-y", b"z")],
         body=b"abc",
         http_version="1.1",

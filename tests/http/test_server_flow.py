@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -172,6 +173,30 @@ async def test_pipelining_without_reading_does_not_pile_up_answers(start: StartS
         for _ in range(200):
             await asyncio.sleep(0)
         assert answered < 20  # what the kernel's buffers hold, not 100
+
+
+async def test_a_client_that_sends_much_lets_others_have_their_turn(start: StartServer) -> None:
+    """uvloop reads on as long as there is something, up to 8 MiB."""
+
+    async def handler(request: Request, respond: Responder) -> None:
+        respond.send(200, [])
+
+    server = await start(handler)
+    data = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 300_000
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.setblocking(False)
+        sent = 0
+        with suppress(BlockingIOError):  # as much as the socket's buffers take before the loop sees any of it
+            while sent < len(data):
+                sent += client.send(data[sent:])
+        await until(lambda: server.connections == 1)
+        (connection,) = server._connections
+        seen = {0}
+        while max(seen) < sent // 6 - 100:
+            seen.add(connection._parser.body_size)
+            await asyncio.sleep(0)
+        assert len(seen) > sent // 300_000
+        await server.close()
 
 
 class Watched:

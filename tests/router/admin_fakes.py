@@ -67,7 +67,9 @@ class Administered:
     async def route(self, body: dict[str, Any] | bytes, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.client.post(ROUTE, content=content, headers=named)
+        return await self.client.post(
+            ROUTE, content=content, headers={"content-type": "application/json", **named}
+        )
 
     async def chosen(self, body: dict[str, Any], **headers: str) -> dict[str, Any]:
         answer = await self.route(body, **headers)

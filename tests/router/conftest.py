@@ -65,11 +65,12 @@ class Endpoint:
         self, body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
     ) -> httpx.Response:
         content = body if isinstance(body, bytes) else None
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.client.post(
             path,
             content=content,
             json=None if content is not None else body,
-            headers={k.replace("_", "-"): v for k, v in headers.items()},
+            headers={"content-type": "application/json", **named},
         )
 
     async def raw(self, *pieces: bytes) -> bytes:

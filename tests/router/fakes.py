@@ -102,7 +102,7 @@ class FakeEngine:
                 responder.send(404, JSON, b'{"detail":"Not Found"}')
 
     async def _generate(self, request: Request, responder: Responder) -> None:
-        headers = {k.decode(): v.decode() for k, v in request.headers}
+        headers = {k.decode(): v.decode("latin-1") for k, v in request.headers}
         seen = Seen(request.path, json.loads(request.body), request.body, headers)
         self.seen.append(seen)
         if self.on_generate is not None and not seen.is_canary:

@@ -20,7 +20,6 @@ def request(*headers: tuple[bytes, bytes]) -> Request:
         method="POST",
         target=b"/v1/completions",
         path="/v1/completions",
-        query=b"",
         headers=list(headers),
         body=b"{}",
         http_version="1.1",

@@ -18,6 +18,7 @@ from tandem.http import Responder
 from ..http.certificates import Authority
 from .conftest import SHORT, Endpoint, Start
 from .fakes import DONE, SSE, FakeEngine, Seen, chunk, eventually
+from .lmcache_fakes import Hold
 
 SOON = 0.1
 
@@ -41,6 +42,23 @@ async def test_a_body_may_have_64_mib_by_default(start: Start) -> None:
     refused = await endpoint.raw(head % (64 * 1024 * 1024 + 1))
     assert refused.startswith(b"HTTP/1.1 413 ")
     assert b"larger than 67108864 bytes" in refused
+
+
+async def test_max_held_bytes(start: Start) -> None:
+    """Large bodies for which there is no room are told to come again; small ones are served all the time."""
+    endpoint = await start(prefill=0, max_body_bytes=150_000, max_held_bytes=150_000)
+    hold = endpoint.decode[0].on_generate = Hold()
+    large = {**SHORT, "prompt": "x" * 80_000}
+    first = asyncio.create_task(endpoint.post(large))
+    await hold.holds()
+    refused = await endpoint.post(large)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert await endpoint.samples("tandem_refused_total", "status") == {("503",): 1}
+    small = asyncio.create_task(endpoint.post(SHORT))
+    await hold.holds(2)
+    hold.go_on.set()
+    assert [(await task).status_code for task in (first, small)] == [200, 200]
+    assert (await endpoint.post(large)).status_code == 200
 
 
 async def test_max_head_bytes(start: Start) -> None:
@@ -115,7 +133,8 @@ async def test_write_timeout(start: Start) -> None:
     body = json.dumps({**SHORT, "stream": True}).encode()
     with socket.create_connection((url.host, url.port)) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
 
         async def cancelled() -> bool:

@@ -14,7 +14,7 @@ from .conftest import LONG, SHORT, Start
 from .fakes import FakeEngine, Seen, completion
 
 BODY = json.dumps(SHORT).encode()
-FRAMING = b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+FRAMING = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 WHOLE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + FRAMING
 
 
@@ -71,6 +71,45 @@ async def test_only_a_path_as_it_is_spelled_here_is_served(start: Start, target:
     assert endpoint.decode[0].requests == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "text/plain; x=application/json",
+        "application/json, text/plain",
+        "application/jsonlines",
+        "",
+    ],
+)
+async def test_a_body_that_is_not_said_to_be_json_is_refused_before_it_is_looked_at(
+    start: Start, path: str, said: str | None
+) -> None:
+    """As vLLM refuses it. A page in a browser may have such a body sent without asking the router first."""
+    endpoint = await start()
+    headers = {} if said is None else {"content-type": said}
+    for body in (BODY, b"no JSON"):
+        answer = await endpoint.client.post(path, content=body, headers=headers)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        found = "is missing" if said is None else f"is {said!r}"
+        assert error["message"] == f"The header Content-Type {found}; send Content-Type: application/json."
+    assert endpoint.decode[0].requests == []
+    assert await endpoint.outcomes() == {("none", "invalid", "rejected"): 2.0}
+
+
+@pytest.mark.parametrize(
+    "said", ["Application/JSON", "application/json; charset=utf-8", "application/json ;a=b"]
+)
+async def test_json_may_be_spelled_as_media_types_are(start: Start, said: str) -> None:
+    endpoint = await start()
+    assert (await endpoint.post(SHORT, content_type=said)).status_code == 200
+
+
 @pytest.mark.parametrize("target", ["127.0.0.1:1", "x:443", "/v1/completions"])
 async def test_the_router_is_no_tunnel(start: Start, target: str) -> None:
     endpoint = await start()
@@ -112,6 +151,7 @@ async def test_hop_by_hop_headers_cross_in_neither_direction(start: Start, body:
     sent = json.dumps(body).encode()
     got = await endpoint.raw(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close, X-Mine\r\nx-mine: 1\r\n"
+        b"content-type: application/json\r\n"
         b"te: trailers\r\nproxy-authorization: secret\r\nproxy-connection: x\r\n"
         b"keep-alive: timeout=9\r\ntrailer: x-late\r\n"
         b"x-end: 1\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nx-late: 1\r\n\r\n"

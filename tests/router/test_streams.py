@@ -209,8 +209,8 @@ async def test_a_client_that_does_not_read_makes_the_decoder_wait(start: Start) 
     reader, writer = await asyncio.open_connection(sock=client, limit=64 * 1024)
     body = json.dumps({**SHORT, "stream": True}).encode()
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-        % (len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
 
     seen: list[int] = []

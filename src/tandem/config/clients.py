@@ -23,6 +23,12 @@ class ClientsConfig:
         65_536,
     )
     max_body_bytes: int = option("body of one request", between(1, 2**30, int), 67_108_864)
+    max_held_bytes: int = option(
+        "bodies of all requests together, those of at most 64 KiB aside, each from its first byte to the end "
+        "of its answer; large ones for which there is no room are answered with 503",
+        between(1, 2**40, int),
+        1_073_741_824,
+    )
     head_timeout: float = option(
         "longest wait for a request's head, from its first byte on; for the first of a connection from the "
         "connection's opening, TLS handshake included",
@@ -85,6 +91,11 @@ class ClientsConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"--max-held-bytes: {self.max_held_bytes} is less than --max-body-bytes, "
+                f"{self.max_body_bytes}, so that no body of that size would ever be taken"
+            )
         if (self.tls_certificate is None) is not (self.tls_key is None):
             given, missing = "--tls-certificate", "--tls-key"
             if self.tls_certificate is None:

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from tandem.http._body_room import SMALL_BODY, BodyRoom, Share
 from tandem.http._wire import encode_fields, framing_allowance
 from tandem.http.messages import Headers, Limits, Request, find_header
 
@@ -21,8 +22,14 @@ from tandem.http.messages import Headers, Limits, Request, find_header
 # has no authority.
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9\-._~%]+)?\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(:[0-9]*)?")
 
+# What a field counts beside its bytes, as in HTTP/2 (RFC 9113, 6.5.2): to keep it costs more than to send it.
+_FIELD = 32
+
 # llhttp cannot be paused at the end of a message, so all requests of one read are parsed at once.
 _MAX_PIPELINED = 128
+
+
+NO_ROOM = "no room for a large request now; try again"
 
 
 class Refusal(Exception):
@@ -47,13 +54,18 @@ class Phase(Enum):
 class RequestParser:
     """Turns the bytes of one connection into whole requests, which `ready` holds in order."""
 
-    def __init__(self, limits: Limits, client: str = "") -> None:
+    def __init__(self, limits: Limits, client: str = "", share: Share | None = None) -> None:
+        """`share`: what holds the room of its large bodies; whoever takes a request from `ready` gives that
+        request's back."""
         self.ready: deque[Request] = deque()
         self.phase = Phase.IDLE
         self.awaits_continue = False
         """Whether the client wants to hear `100 Continue` before it sends the body."""
         self._limits = limits
         self._client = client
+        self._share = share or Share(BodyRoom(limits.held_bytes, limits.body_timeout), self.drop_body)
+        self._small = min(SMALL_BODY, limits.body_bytes)
+        self._measured = 0
         self._llhttp: Any = httptools.HttpRequestParser(self)
         self._refusal: Refusal | None = None
         # Of the request under way, without what came in the read that ended the one before.
@@ -65,6 +77,21 @@ class RequestParser:
         called again then. Requests completed before are in `ready` and still deserve their answers."""
         if self.phase is Phase.FINISHED:
             return
+        try:
+            self._parse(data)
+        except Refusal:
+            self.drop_body()
+            raise
+
+    def drop_body(self) -> None:
+        """Let go of the body that is coming; nothing may be fed any more."""
+        self._body = bytearray()
+        if self._measured:
+            self._share.give(self._measured)
+            self._share.whole()
+            self._measured = 0
+
+    def _parse(self, data: bytes) -> None:
         self._wire_size += len(data)
         try:
             self._feed(data)
@@ -124,7 +151,7 @@ class RequestParser:
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
+        self._count_head(len(name) + len(value) + _FIELD)
         if self.phase is Phase.HEAD:  # else a trailer, which nothing here has a use for
             self._headers.append((name.lower(), value.rstrip(b" \t")))
 
@@ -138,28 +165,30 @@ class RequestParser:
         self._check_host()
         has_body = self._check_body_framing()
         self._check_expectation(has_body)
-        self._path, self._query = self._split_target()
+        self._path = self._path_of_target()
         self._keep_alive = self._version == "1.1" and bool(self._llhttp.should_keep_alive())
         self.phase = Phase.BODY
 
     def on_body(self, data: bytes) -> None:
         self.awaits_continue = False
         self._body += data
-        if len(self._body) > self._limits.body_bytes:
-            self._refuse_body()
+        if len(self._body) > self._unmeasured:
+            self._measure_body()
 
     def on_message_complete(self) -> None:
         if self._llhttp.should_upgrade():
             return  # not complete: its body is yet to come
         self.awaits_continue = False
         self._wire_size = 0
+        if self._measured:
+            self._measure_body()
+            self._share.whole()
         self.phase = Phase.IDLE if self._keep_alive else Phase.FINISHED
         self.ready.append(
             Request(
                 method=self._method,
                 target=self._target,
                 path=self._path,
-                query=self._query,
                 headers=self._headers,
                 body=bytes(self._body),
                 http_version=self._version,
@@ -175,6 +204,8 @@ class RequestParser:
         self._head_size = 0
         # Pieces in a list would cost more than what they hold: a chunk may be a byte.
         self._body = bytearray()
+        self._measured = 0  # bytes of it that hold room, where it is large
+        self._unmeasured = self._small  # its size beyond which there is to be room for more
 
     # Checks
 
@@ -203,7 +234,18 @@ class RequestParser:
         length = int(find_header(self._headers, b"content-length") or 0)
         if length > self._limits.body_bytes:
             self._refuse_body()
+        if not self._share.fits(length):
+            self._refuse_for_now()
         return length > 0
+
+    def _measure_body(self) -> None:
+        size = len(self._body)
+        if size > self._limits.body_bytes:
+            self._refuse_body()
+        if not self._share.take(size - self._measured):
+            self._refuse_for_now()
+        self._measured = size
+        self._unmeasured = min(size + SMALL_BODY, self._limits.body_bytes)
 
     def _check_expectation(self, has_body: bool) -> None:
         expect = find_header(self._headers, b"expect")
@@ -213,11 +255,11 @@ class RequestParser:
             self._refuse(HTTPStatus.EXPECTATION_FAILED, "no expectation but 100-continue is supported")
         self.awaits_continue = has_body
 
-    def _split_target(self) -> tuple[str, bytes]:
+    def _path_of_target(self) -> str:
         target = self._target
         if b"#" in target:
             self._refuse(HTTPStatus.BAD_REQUEST, "fragment in the request target")
-        path, _, query = target.partition(b"?")
+        path = target.partition(b"?")[0]
         if not path.startswith(b"/") and path != b"*":
             # The absolute form, as sent to a proxy (RFC 9112, 3.2.2): a server takes it as well.
             scheme, separator, rest = path.partition(b"://")
@@ -230,7 +272,7 @@ class RequestParser:
                 text = unquote(text, errors="strict")
             except UnicodeDecodeError:
                 self._refuse(HTTPStatus.BAD_REQUEST, "request target is not UTF-8")
-        return text, query
+        return text
 
     def _refuse_overhead(self) -> NoReturn:
         if self.phase is Phase.BODY:
@@ -241,6 +283,9 @@ class RequestParser:
     def _refuse_body(self) -> NoReturn:
         status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         self._refuse(status, f"request body is larger than {self._limits.body_bytes} bytes")
+
+    def _refuse_for_now(self) -> NoReturn:
+        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, NO_ROOM)
 
     def _refuse(self, status: HTTPStatus, message: str) -> NoReturn:
         self._refusal = Refusal(status, message)

@@ -8,7 +8,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from tandem.http._request_parser import Phase, Refusal, RequestParser
+from tandem.http._body_room import SMALL_BODY, BodyRoom, Share, room_of
+from tandem.http._request_parser import NO_ROOM, Phase, Refusal, RequestParser
 from tandem.http._responder import Responder, WriteFlow
 from tandem.http._watchdog import Watchdog
 from tandem.http.messages import Headers, Limits, Request, error_body
@@ -23,7 +24,11 @@ leaves before the response is whole."""
 # never see the answer; so we stop writing, and swallow what comes for this long (seconds).
 _LINGER = 2.0
 
+_LOGGED = 200
+"""Bytes of a request's path that are logged."""
+
 _JSON: Headers = [(b"content-type", b"application/json")]
+_LATER: Headers = [*_JSON, (b"retry-after", b"1")]
 
 
 class ConnectionOwner(Protocol):
@@ -31,6 +36,7 @@ class ConnectionOwner(Protocol):
 
     handler: Handler
     limits: Limits
+    bodies: BodyRoom
     refused: Callable[[HTTPStatus], None]
 
     def opened(self, connection: "ServerConnection") -> bool:
@@ -47,6 +53,8 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self._limits = owner.limits
+        self._share = Share(owner.bodies, self._make_way)
+        self._serving = 0  # room that the body of the running request takes
         self._flow = WriteFlow()
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(self._loop, self._expired)
@@ -68,7 +76,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.write_high_water)
         peer = transport.get_extra_info("peername")
-        self._parser = RequestParser(self._limits, peer[0] if isinstance(peer, tuple) else "")
+        self._parser = RequestParser(self._limits, peer[0] if isinstance(peer, tuple) else "", self._share)
         if self._owner.opened(self):
             self._watchdog.set(self._limits.head_timeout)
         else:
@@ -82,6 +90,10 @@ class ServerConnection(asyncio.Protocol):
         except Refusal as refusal:
             self._refusal = refusal
         self._advance()
+        if self._parser.body_size > SMALL_BODY and self._reading:
+            # Others first: uvloop would read 8 MiB at a time, which takes long where chunks are tiny.
+            self._read(False)
+            self._loop.call_soon(self._read_on)
 
     def eof_received(self) -> None:
         # A half-closed connection cannot be told from one that was left, and the latter is the common one.
@@ -93,6 +105,7 @@ class ServerConnection(asyncio.Protocol):
         self._watchdog.close()
         self._parser.close()
         self._client_left()
+        self._drop_unserved()
         self._flow.attach(None)
         self._flow.resume()
         if self.task is None:
@@ -149,6 +162,7 @@ class ServerConnection(asyncio.Protocol):
             self._await_request()
 
     def _start(self, request: Request) -> None:
+        self._serving = room_of(request.body)
         self._watchdog.clear()
         self._waiting_in = None
         responder = self._responder = Responder(
@@ -170,7 +184,9 @@ class ServerConnection(asyncio.Protocol):
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and responder.closed:
                 raise  # by us
-            log.exception("%s %s failed", request.method, request.path)
+            # As sent: decoded it could end the line. What is behind it may be nobody's business.
+            path = request.target.partition(b"?")[0][:_LOGGED]
+            log.exception("%s %s failed", request.method, path.decode("ascii", "backslashreplace"))
             if not responder.started:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
                 responder.send(status, _JSON, error_body("internal error", status))
@@ -179,6 +195,9 @@ class ServerConnection(asyncio.Protocol):
         """The handler's task has ended, or was cancelled before it began."""
         responder.abort()  # does nothing to a finished response
         self.task = self._responder = None
+        if self._serving:
+            self._share.give(self._serving)
+            self._serving = 0
         if self._lost:
             self._owner.lost(self)
         elif responder.aborted:
@@ -225,7 +244,8 @@ class ServerConnection(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         self._owner.refused(refusal.status)
         responder = Responder(self._transport, self._flow, method="", http_version="1.1", keep_alive=False)
-        responder.send(refusal.status, _JSON, error_body(refusal.message, refusal.status))
+        headers = _LATER if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else _JSON
+        responder.send(refusal.status, headers, error_body(refusal.message, refusal.status))
         self._linger()
 
     def _close(self) -> None:
@@ -238,9 +258,21 @@ class ServerConnection(asyncio.Protocol):
         self._read(True)
         self._watch_closing(None if self._transport.get_write_buffer_size() else _LINGER)
 
+    def _make_way(self) -> None:
+        """Give up the request that is coming: others wait for the room that it takes."""
+        self._refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, NO_ROOM)
+        self._parser.drop_body()
+        self._advance()
+
+    def _drop_unserved(self) -> None:
+        self._parser.drop_body()
+        self._parser.ready.clear()
+        self._share.give(self._share.held - self._serving)
+
     def _watch_closing(self, seconds: float | None = None) -> None:
         if not self._closing:
             self._closing = True
+            self._drop_unserved()
             self._watch_sending(seconds)
 
     def _watch_sending(self, seconds: float | None = None) -> None:
@@ -254,6 +286,11 @@ class ServerConnection(asyncio.Protocol):
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        """Go on with a large body, now that others have had their turn."""
+        if not self._parser.ready:
+            self._read(True)
 
     def _expired(self) -> None:
         if self._closing or self._flow.paused:

@@ -60,8 +60,6 @@ class Request:
     """The request target as sent."""
     path: str
     """The target's path, percent-decoded, without the query."""
-    query: bytes
-    """What follows the first `?`, as sent; empty if there is none."""
     headers: Headers
     body: bytes
     http_version: str
@@ -83,13 +81,16 @@ class Limits:
     head_bytes: int = 64 * 1024
     """Request line and header fields; also the allowance for chunk framing and trailers."""
     body_bytes: int = 64 * 1024 * 1024
+    held_bytes: int = 1024**3
+    """Of the large bodies of all connections, see `BodyRoom`."""
     head_timeout: float = 10.0
     """From a request's first byte (of the first: from the connection's opening, TLS included) to the end of
     its head."""
     keep_alive_timeout: float = 75.0
     """Idle time between requests; longer than load balancers' usual 60 s, so that the client closes first."""
     body_timeout: float = 30.0
-    """The longest pause within a request body, and what a body may take beyond `body_rate`."""
+    """The longest pause within a request body, and what a body may take beyond `body_rate`; also after what
+    time it makes way for others where `held_bytes` are held."""
     body_rate: float = 1000.0
     """Bytes a second that a request body must come at, over all of it; 0: at any pace."""
     write_timeout: float = 60.0

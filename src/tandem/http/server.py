@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from http import HTTPStatus
 
+from tandem.http._body_room import BodyRoom
 from tandem.http._responder import Responder
 from tandem.http._server_connection import Handler, ServerConnection
 from tandem.http._tls_connection import TlsConnection
@@ -36,6 +37,7 @@ class Server:
     ) -> None:
         self.handler = handler
         self.limits = limits
+        self.bodies = BodyRoom(limits.held_bytes, limits.body_timeout)
         self.refused = on_refused
         self._tls = tls
         self._connections: set[ServerConnection] = set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.config import RouterConfig
 from tandem.http import Headers, Response
@@ -17,6 +19,9 @@ from tandem.router.legs import MAX_REPLY_BYTES, LegFailed, Legs, Reply
 from tandem.router.metrics import Metrics
 from tandem.router.relay import StreamRelay, judge
 from tandem.router.strategies import OutputEstimate
+
+# What the types of vLLM's errors look like.
+_KIND = re.compile(r"[A-Za-z_ ]{1,40}")
 
 
 class Decoding:
@@ -117,8 +122,8 @@ class Decoding:
         relay.end()
         scan = relay.scan
         if not job.answer.started:
-            said = scan.error or scan.finish_reason or "no answer"
-            raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said!r}")
+            said = _in_short(scan.error) if scan.error else scan.finish_reason or "no answer"
+            raise LegFailed(decoder, "in_band_error", f"{decoder.url} began its stream with {said}")
         if scan.done and scan.error is None and scan.finish_reason is None:
             job.answer.finish()
             self._outputs.seen(scan.events)  # about as many as tokens
@@ -148,6 +153,14 @@ class _Leg:
     sent: float
     patience: float
     """Longest wait for the first token, in seconds."""
+
+
+def _in_short(error: dict[str, Any]) -> str:
+    """What may be logged of an engine's error: not its own words, which may quote the prompt."""
+    kind, code, message = error.get("type"), error.get("code"), str(error.get("message", ""))
+    told = [f"type {kind}"] if isinstance(kind, str) and _KIND.fullmatch(kind) else []
+    told += [f"code {code}"] if isinstance(code, int) and abs(code) < 10**6 else []
+    return f"an error ({', '.join([*told, f'{len(message)} characters'])})"
 
 
 def _is_event_stream(content_type: bytes | None) -> bool:

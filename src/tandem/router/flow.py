@@ -31,7 +31,13 @@ from tandem.router.errors import ApiError, OverLimit, TooManyRequests, bad_gatew
 from tandem.router.fleet import Fleet
 from tandem.router.gate import Gate
 from tandem.router.handover import Handover, Handovers
-from tandem.router.headers import engine_request_id, request_id, to_client, to_engine
+from tandem.router.headers import (
+    check_content_type,
+    engine_request_id,
+    request_id,
+    to_client,
+    to_engine,
+)
 from tandem.router.invocations import invoked
 from tandem.router.job import Job, Path, Reason
 from tandem.router.keys import Caller
@@ -128,6 +134,7 @@ class Flow:
     ) -> Job:
         """Read a request. Raises ApiError for one that may not be served."""
         arrived = self._clock()
+        check_content_type(request)
         body = await self._reading.read(request.body)
         refuse_internal(body, request.headers)
         if api is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.http import Headers, Request, end_to_end
+from tandem.router.errors import ApiError
 from tandem.router.random_ids import random_hex
 
 # Not forwarded to engines: spoken to the router, or rewritten for the leg. (Framing is the http layer's.)
@@ -22,6 +23,22 @@ RANK = b"x-data-parallel-rank"
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # In an id, vLLM's P2P connector looks for addresses to fetch KV from.
 _ADDRESS_IN_ID = b"_addr_"
+
+
+_JSON = b"application/json"
+
+
+def check_content_type(request: Request) -> None:
+    """Raises ApiError 400, as vLLM does, for a body that is not said to be JSON.
+
+    A page in a browser may have any server sent one that is said to be text, a form or nothing at all; before
+    one that is said to be JSON the browser asks the server whether the page may.
+    """
+    given = request.header(b"content-type")
+    if given == _JSON or (given is not None and given.partition(b";")[0].strip().lower() == _JSON):
+        return
+    found = "is missing" if given is None else f"is {given[:100].decode('latin-1')!r}"
+    raise ApiError(400, f"The header Content-Type {found}; send Content-Type: application/json.")
 
 
 def request_id(request: Request) -> str:

@@ -54,6 +54,7 @@ def _limits(config: RouterConfig) -> Limits:
     return Limits(
         head_bytes=config.max_head_bytes,
         body_bytes=config.max_body_bytes,
+        held_bytes=config.max_held_bytes,
         head_timeout=config.head_timeout,
         keep_alive_timeout=config.keep_alive_timeout,
         body_timeout=config.body_timeout,

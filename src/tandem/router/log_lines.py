@@ -2,6 +2,10 @@
 
 A disaggregated request logs five lines. Each written for itself costs a system call; and the time, rendered
 anew for each, as much again.
+
+Clients, and engines, have words in it: model names, fields, reasons. Whatever they are, one message is one
+line of bounded length, and what belongs to it (a traceback) is indented, so that nobody can write lines that
+look like the router's, nor take over a terminal that shows them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,11 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 FORMAT = "%(asctime)s [%(levelname)s] %(message)s"
+
+_MOST = 4096
+"""Characters of one line."""
+_MOST_LINES = 200
+"""Lines of one traceback."""
 
 
 class LogLines(logging.StreamHandler[TextIO]):
@@ -39,7 +48,7 @@ class LogLines(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.exc_text or record.stack_info:
             return super().format(record)
-        return f"{_TIMES.formatTime(record)} [{record.levelname}] {record.getMessage()}"
+        return f"{_TIMES.formatTime(record)} [{record.levelname}] {_line(record.getMessage())}"
 
     def flush(self) -> None:
         with self.lock:  # type: ignore[union-attr]  # a handler has one
@@ -76,7 +85,7 @@ class LineRecord(logging.LogRecord):
 
 
 class _Formatter(logging.Formatter):
-    """As the standard one writes the time; rendered once a second."""
+    """As the standard one writes the time; rendered once a second. Messages and tracebacks as told above."""
 
     _second = -1
     _text = ""
@@ -86,6 +95,25 @@ class _Formatter(logging.Formatter):
         if second != self._second:
             self._second, self._text = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
         return f"{self._text},{int(record.msecs):03d}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).splitlines()
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = [f"({len(lines) - _MOST_LINES} lines)"]
+        return "\n".join("  " + _line(line) for line in lines)
+
+
+def _line(text: str) -> str:
+    """Text with everything escaped that is no printable character, and cut where it is long."""
+    if len(text) > _MOST:
+        text = f"{text[:_MOST]}… ({len(text)} characters)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 _TIMES = _Formatter()
