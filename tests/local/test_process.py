@@ -66,6 +66,16 @@ async def test_a_restart_goes_on_in_the_same_log_and_tells_its_own_cause(tmp_pat
     assert re.search(r"\nValueError: first\n==== tandem: restart 1 of p, .* ====\n$", log.read_text())
 
 
+@pytest.mark.parametrize("restart", [0, 1])
+async def test_a_fifo_in_the_place_of_its_log_holds_nothing_up(tmp_path: Path, restart: int) -> None:
+    """Who opens one that nobody reads from waits for ever."""
+    log = tmp_path / "p.log"
+    os.mkfifo(log)
+    process = await Process.start(program("p", "print('out')"), log, restart=restart)
+    await death(process)
+    assert log.read_text().endswith("out\n")
+
+
 async def test_a_full_disk_keeps_nothing_from_being_started_again() -> None:
     process = await Process.start(program("p", "import signal; signal.pause()"), Path("/dev/full"), restart=1)
     assert process.running
