@@ -394,3 +394,22 @@ def test_things_are_kept_where_xdg_says_or_all_in_one_place(
     monkeypatch.setenv("HOME", "/h")
     assert paths.model_cache() == Path("/h/.cache/tandem/models")
     assert paths.state("e") == Path("/h/.local/state/tandem/e")
+
+
+def test_engines_have_a_home_folder_where_the_user_has_none(
+    model: Path, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would make one called `~` where it is started."""
+
+    def homes() -> set[str | None]:
+        return {(p.env or {}).get("HOME") for p in planned(S3, machine, model=model).processes[:-1]}
+
+    monkeypatch.setenv("HOME", "/h")
+    assert homes() == {"/h"}
+    monkeypatch.delenv("HOME")
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert homes() == {str(home)}

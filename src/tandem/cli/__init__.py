@@ -61,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno not in _OF_OUTPUT:
             raise
         return _unwritten(error)
+    except Exception as error:
+        from tandem.local.errors import LocalError
+
+        if not isinstance(error, LocalError):
+            raise
+        complain(error)
+        return ENVIRONMENT
     return code
 
 
