@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -202,6 +203,27 @@ def test_it_comes_up_though_nobody_waits_for_it_any_more(tmp_path: Path, port: i
     waiting.communicate(timeout=60)
     eventually(lambda: tandem("status").returncode == 0)
     assert tandem("down").returncode == 0
+
+
+def test_a_terminal_that_goes_while_it_starts_ends_only_what_is_shown(tmp_path: Path, port: int) -> None:
+    """Where hang-ups are ignored, as under nohup."""
+    go = tmp_path / "go"
+    tandem = simulated(tmp_path, port, before=f"until [ -e {go} ]; do sleep 0.1; done")
+    terminal, slave = pty.openpty()
+    process = subprocess.Popen(
+        tandem.command("up"), stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    )
+    os.close(slave)
+    shown = b""
+    while b"waiting for the engines" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    go.touch()
+    eventually(lambda: tandem("status").returncode == 0)
+    assert process.poll() is None
+    assert tandem("down").returncode == 0
+    process.wait(60)
+    assert the_one().cause_of_end == "it was stopped"
 
 
 def test_in_the_foreground_a_hang_up_stops_it_in_order(tmp_path: Path, port: int) -> None:
