@@ -247,7 +247,7 @@ def test_when_it_is_killed_nothing_is_left_and_the_next_one_can_come(tmp_path: P
     process.kill()
     process.communicate(timeout=60)
     eventually(lambda: nothing_is_left(pids))
-    assert the_one().cause_of_end == "`tandem up` was killed, or the machine went down"
+    assert the_one().cause_of_end == "`tandem up` was killed, the machine went down, or its disk was full"
     assert tandem("down").returncode == 3
 
 

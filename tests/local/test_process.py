@@ -48,6 +48,7 @@ async def test_both_outputs_go_to_the_log(start: Start) -> None:
     process = await start(program("p", "import sys; print('out', flush=True); print('err', file=sys.stderr)"))
     await death(process)
     assert process.log.read_text() == "out\nerr\n"
+    assert process.log.stat().st_mode & 0o111 == 0
 
 
 async def test_a_log_starts_anew_with_its_process(start: Start) -> None:

@@ -184,7 +184,7 @@ def test_another_process_that_has_its_pid_is_not_taken_for_it() -> None:
 def test_why_it_ended_is_told_once_it_has() -> None:
     state = endpoint("a", 8000)
     folder = write(state)
-    assert find()[0].cause_of_end == "`tandem up` was killed, or the machine went down"
+    assert find()[0].cause_of_end == "`tandem up` was killed, the machine went down, or its disk was full"
     state.become("stopping", "decode-0 ended with exit code 1: ValueError: no room")
     state.become("ended")
     state.save(folder)

@@ -20,7 +20,7 @@ _KINDS = {
 
 def at_once(path: str, flags: int) -> int:
     """Open what may be anything, as a FIFO that nobody writes into, without waiting for it."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def open_to_read(file: Path) -> BinaryIO:

@@ -127,7 +127,7 @@ class Found:
         """Why it ended, of one that does not run."""
         if self.state.cause is not None:
             return self.state.cause
-        return "`tandem up` was killed, or the machine went down"
+        return "`tandem up` was killed, the machine went down, or its disk was full"
 
 
 def find(name: str | None = None, port: int | None = None) -> list[Found]:
