@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -131,6 +132,18 @@ def test_one_that_does_not_come_up_is_told_with_its_cause_and_code(tmp_path: Pat
     )
     assert the_one().cause_of_end.startswith("prefill-0 ended with exit code 1: ValueError: no room")
     assert nothing_is_left([])
+
+
+def test_how_a_process_ends_is_known_also_where_whoever_starts_it_ignores_that(
+    tmp_path: Path, port: int
+) -> None:
+    tandem = simulated(tmp_path, port, before="exit 7")
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    ignoring += "; os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", ignoring, *tandem.command("up", "--detach")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert re.search(r"tandem: (prefill|decode)-0 ended with exit code 7: it wrote nothing\n", done.stderr)
 
 
 def test_a_port_that_is_taken_meanwhile_is_this_machines_affair(tmp_path: Path, port: int) -> None:
