@@ -174,6 +174,56 @@ async def test_a_turn_that_fails_is_taken_back(answer: Answering, error: type[Ex
         assert endpoint.asked[1]["messages"] == [{"role": "user", "content": "two"}]
 
 
+def drips(*pieces: bytes) -> Answering:
+    """Begins well, and then sends for ever what is no text."""
+
+    async def answer(responder: Responder) -> None:
+        responder.start(200, SSE)
+        for each in pieces:
+            responder.write(each)
+        while True:
+            responder.write(b": still here\n\n" + event({"choices": []}))
+            await asyncio.sleep(0.01)
+
+    return answer
+
+
+@pytest.mark.parametrize("pieces", [(), (piece("It "), piece("is "))], ids=["at first", "in the middle"])
+async def test_an_answer_that_drips_is_given_up_and_taken_back(pieces: tuple[bytes, ...]) -> None:
+    heard: list[str] = []
+    async with talking(drips(*pieces), patience=1.0) as (chat, _):
+        with pytest.raises(RequestFailed, match=r"has sent no text for 1 s; the request was given up$"):
+            await chat.ask("?", on_text=heard.append)
+        assert chat.messages == []
+        assert heard == ["It ", "is "][: len(pieces)]
+
+
+async def test_a_refusal_that_drips_is_given_up() -> None:
+    async def refuses(responder: Responder) -> None:
+        responder.start(500, [])
+        while True:
+            responder.write(b".")
+            await asyncio.sleep(0.01)
+
+    async with talking(refuses, patience=1.0) as (chat, _):
+        with pytest.raises(RequestFailed, match="has sent no text for 1 s"):
+            await chat.ask("?")
+
+
+async def test_an_answer_may_take_its_time_as_long_as_there_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    time, passed = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: time() + passed)
+
+    def half_an_hour_passes(text: str) -> None:
+        nonlocal passed
+        passed += 1800.0
+
+    answer = says(*[piece("word ")] * 5, piece("", "stop"))
+    async with talking(answer, patience=3600.0) as (chat, _):
+        assert (await chat.ask("?", on_text=half_an_hour_passes)).text == "word " * 5
+
+
 async def test_an_answer_that_is_stopped_stays_as_far_as_it_came_and_ends_for_the_endpoint() -> None:
     left = asyncio.Event()
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tandem.bench.conversation import Answer
+from tandem.cli import chat as chat_command
 from tandem.cli.dialogue import figures
 from tandem.http import Request, Responder, serve
 from tandem.sim import EngineSpec, Fleet, parse
@@ -245,6 +246,28 @@ async def test_an_endpoint_that_lists_no_models_needs_a_name() -> None:
         assert (await chat("--url", url, "--model", "m", said="hello\n")).out == "hello \n"
 
 
+class Dripping(Parrot):
+    """Never comes to an end of what it says first, be it the list of models."""
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        responder.start(200, JSON)
+        self.asked.append({})
+        while True:
+            responder.write(b" ")
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("named", [(), ("--model", "m")], ids=["any", "named"])
+async def test_a_list_of_models_that_never_ends_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tandem_command: Tandem, named: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(chat_command, "_LIST_SECONDS", 1.0)
+    async with serving(Dripping()) as url:
+        done = await asyncio.to_thread(tandem_command, "chat", "--url", url, *named)
+    assert (done.code, done.out) == (3, "")
+    assert done.err == f"tandem: {url} has not listed its models within 1 s\n"
+
+
 async def test_a_model_that_is_not_served_is_told_with_those_that_are() -> None:
     async with serving(Parrot(models=("a", "b"))) as url:
         done = await chat("--url", url, "--model", "c", said="hello\n")
@@ -441,6 +464,20 @@ async def test_an_answer_cannot_steer_the_terminal(tmp_path: Path) -> None:
         came = await terminal.shows(r"tokens/s")
     assert "red�[31m �31m� end" in came
     assert "\x1b" not in came
+
+
+async def test_it_can_be_interrupted_before_it_has_begun() -> None:
+    dripping = Dripping()
+    async with serving(dripping) as url:
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(
+            *command("--url", url), stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        while not dripping.asked:
+            await asyncio.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        out, err = await child.communicate()
+    assert (child.returncode, out, err) == (130, b"", b"")
 
 
 async def test_a_pipe_that_is_interrupted_ends() -> None:

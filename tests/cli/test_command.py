@@ -57,6 +57,44 @@ def test_a_wrong_command_line_is_told_and_has_its_code(
     assert said in done.err
 
 
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is a number that nothing knows of."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for variable in ("HOME", "TANDEM_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize("words", ["up", "up --detach", "up --dry-run", "status", "logs", "down"])
+def test_without_a_home_folder_it_is_told_what_to_set(
+    tandem_command: Tandem, manifest: Path, model: Path, words: str
+) -> None:
+    named = ("-f", manifest, "--model", model) if words.startswith("up") else ()
+    done = tandem_command(*words.split(), *named)
+    assert (done.code, done.out) == (3, "")
+    assert done.err == (
+        f"tandem: User {os.getuid()} has no home folder here, so set TANDEM_HOME to a folder for models "
+        "and logs.\n"
+    )
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_folder_another_does(
+    tandem_command: Tandem, manifest: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+    assert tandem_command("up", "-f", manifest, "--model", model, "--dry-run").code == 0
+    with up():
+        assert tandem_command("logs", "router").code == 0
+        assert "small at http://127.0.0.1:8000: running" in tandem_command("status").out
+    assert tandem_command("down").code == 3
+
+
 def test_an_unknown_flag_is_told_with_the_usage_of_its_command(tandem_command: Tandem) -> None:
     done = tandem_command("status", "--nonsense")
     assert done.err.startswith("usage: tandem status ")

@@ -72,6 +72,15 @@ def test_of_several_the_meant_one_is_stopped(tandem_command: Tandem) -> None:
     assert [p.wait(10) for p in running] == [-signal.SIGTERM] * 4
 
 
+def test_one_that_is_frozen_is_stopped_like_any_other(tandem_command: Tandem) -> None:
+    """As by Ctrl-Z."""
+    process = start("small", 8000)
+    process.send_signal(signal.SIGSTOP)
+    done = tandem_command("down")
+    assert (done.code, done.err) == (0, "")
+    assert process.wait(10) == -signal.SIGTERM
+
+
 def test_one_that_does_not_end_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     process = start("small", 8000, stubborn=True)
     assert down.stop(find(), patience=1) == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
 import socket
 import subprocess
@@ -132,6 +134,18 @@ def test_one_that_does_not_come_up_is_told_with_its_cause_and_code(tmp_path: Pat
     assert nothing_is_left([])
 
 
+def test_how_a_process_ends_is_known_also_where_whoever_starts_it_ignores_that(
+    tmp_path: Path, port: int
+) -> None:
+    tandem = simulated(tmp_path, port, before="exit 7")
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    ignoring += "; os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", ignoring, *tandem.command("up", "--detach")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert re.search(r"tandem: (prefill|decode)-0 ended with exit code 7: it wrote nothing\n", done.stderr)
+
+
 def test_a_port_that_is_taken_meanwhile_is_this_machines_affair(tmp_path: Path, port: int) -> None:
     taken = "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:1')"
     waits = f'echo "{taken}" >&2; while true; do sleep 1; done'
@@ -204,6 +218,27 @@ def test_it_comes_up_though_nobody_waits_for_it_any_more(tmp_path: Path, port: i
     assert tandem("down").returncode == 0
 
 
+def test_a_terminal_that_goes_while_it_starts_ends_only_what_is_shown(tmp_path: Path, port: int) -> None:
+    """Where hang-ups are ignored, as under nohup."""
+    go = tmp_path / "go"
+    tandem = simulated(tmp_path, port, before=f"until [ -e {go} ]; do sleep 0.1; done")
+    terminal, slave = pty.openpty()
+    process = subprocess.Popen(
+        tandem.command("up"), stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    )
+    os.close(slave)
+    shown = b""
+    while b"waiting for the engines" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    go.touch()
+    eventually(lambda: tandem("status").returncode == 0)
+    assert process.poll() is None
+    assert tandem("down").returncode == 0
+    process.wait(60)
+    assert the_one().cause_of_end == "it was stopped"
+
+
 def test_in_the_foreground_a_hang_up_stops_it_in_order(tmp_path: Path, port: int) -> None:
     tandem = simulated(tmp_path, port)
     process = tandem.start("up")
@@ -225,7 +260,7 @@ def test_when_it_is_killed_nothing_is_left_and_the_next_one_can_come(tmp_path: P
     process.kill()
     process.communicate(timeout=60)
     eventually(lambda: nothing_is_left(pids))
-    assert the_one().cause_of_end == "`tandem up` was killed, or the machine went down"
+    assert the_one().cause_of_end == "`tandem up` was killed, the machine went down, or its disk was full"
     assert tandem("down").returncode == 3
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from tandem.cli import logs
 from tandem.cli.logs import Tail
 
 from .conftest import Tandem
@@ -113,6 +115,79 @@ def test_a_log_is_followed_when_it_is_emptied_or_begun_anew(
     (tmp_path / "new").rename(log)
     assert new() == "router | five, a longer line than before\n"
     assert new(final=True) == "router | six\n"
+
+
+def test_what_is_no_file_is_told_and_the_others_are_shown(tandem_command: Tandem) -> None:
+    """Who opens a FIFO that nobody writes into waits for ever."""
+    folder = with_logs(written()[0])
+    for name in ("prefill-0", "decode-0"):
+        (folder / f"{name}.log").unlink()
+    os.mkfifo(folder / "prefill-0.log")
+    (folder / "decode-0.log").mkdir()
+    for follow in ((), ("-f",)):
+        done = tandem_command("logs", "-n", 1, *follow)
+        assert done.code == 3
+        assert done.out == "router | router 149\n"
+        assert done.err.splitlines() == [
+            f"tandem: Cannot read {folder}/prefill-0.log: it is a FIFO and no file",
+            f"tandem: Cannot read {folder}/decode-0.log: Is a directory",
+        ]
+
+
+def test_of_a_line_without_end_little_is_held_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "router.log"
+    log.write_text("one\ntwo\nlong")
+    os.truncate(log, 256 << 20)  # with a hole in it
+    with log.open("a") as file:
+        file.write("\nthree\n")
+    tracemalloc.start()
+    try:
+        Tail("router", log).show_last(3, final=True)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    first, long, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("router | two", "router | three")
+    assert long.startswith("router | long\0\0")
+    assert long.endswith("\0 [the rest of this line is left out]")
+    assert len(long) < 100_000
+
+
+def test_a_line_without_end_is_cut_once_while_it_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "router.log"
+    log.write_text("one\n")
+    tail = Tail("", log)
+    tail.show_last(9, final=False)
+    assert capsys.readouterr().out == "one\n"
+    shown = []
+    for more in ("x" * 10, "x" * 100_000, "x" * 100_000, "x\ntw", "o\n"):
+        with log.open("a") as file:
+            file.write(more)
+        tail.show_new(final=False)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == ""
+    assert shown[1].endswith("x [the rest of this line is left out]\n")
+    assert shown[2:] == ["", "", "two\n"]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    "text", ["", "\n", "one", "one\n", "one\n\nthree\nfour", "\n\n\n", "one\ntwo\nthree\n"]
+)
+def test_the_last_lines_are_found_wherever_blocks_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, block: int
+) -> None:
+    monkeypatch.setattr(logs, "_BLOCK", block)
+    log = tmp_path / "router.log"
+    log.write_text(text)
+    for count in range(5):
+        Tail("", log).show_last(count, final=True)
+        lines = text.splitlines()
+        assert capsys.readouterr().out.splitlines() == lines[max(0, len(lines) - count) :]
 
 
 def test_who_has_seen_enough_may_close_the_pipe() -> None:

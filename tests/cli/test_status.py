@@ -176,7 +176,7 @@ def test_one_that_has_ended_says_why(tandem_command: Tandem) -> None:
         r"ValueError: no \[room\] Its log: /l",
         ended,
     )
-    assert re.fullmatch(r"killed on port 8001: ended after .*: `tandem up` was killed, or .*", killed)
+    assert re.fullmatch(r"killed on port 8001: ended after .*: `tandem up` was killed, the .*", killed)
     assert (done.code, done.err.startswith("tandem: No endpoint runs on this machine. ")) == (3, True)
 
 

@@ -28,11 +28,12 @@ def test_an_idle_endpoint_uses_less_than_a_tenth_of_a_core(smollm2: Up) -> None:
 
 
 def cpu_shares(pids: list[int]) -> dict[str, float]:
-    """Of one core, what each process uses while time passes."""
+    """Of one core, what each process uses while time passes; all live on."""
     before, begun = [cpu_seconds([pid]) for pid in pids], time.monotonic()
     time.sleep(SECONDS)  # a share of time needs time to pass
     seconds = time.monotonic() - begun
     used = [cpu_seconds([pid]) - earlier for pid, earlier in zip(pids, before, strict=True)]
+    assert min(used) >= 0, "one has ended, and what it used is not known"
     return {f"{name(pid)} ({pid})": cpu / seconds for pid, cpu in zip(pids, used, strict=True)}
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +29,9 @@ from .processes import unused_shared_memory
 pytestmark = pytest.mark.slow
 
 
-def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
+def manifest(
+    folder: Path, model: Path, *, prefill: int, decode: int, of_decoders: Sequence[str] = ()
+) -> Path:
     """An endpoint whose model lies on a kubernetesVolume with a hostPath, as one on a node's disk does."""
     resource = {
         "apiVersion": "inference.sagemaker.aws.amazon.com/v1",
@@ -43,7 +45,7 @@ def manifest(folder: Path, model: Path, *, prefill: int, decode: int) -> Path:
             "pdSpec": {
                 "routingThreshold": 100,
                 "prefillSpec": {"replicas": prefill},
-                "decodingSpec": {"replicas": decode},
+                "decodingSpec": {"replicas": decode, "args": [*of_decoders]},
             },
             "worker": {
                 "image": "vllm",
@@ -114,6 +116,21 @@ def test_a_port_for_nixl_that_is_taken_meanwhile_ends_the_start(tiny: Path, tmp_
     assert f"decode-0 cannot listen on port {port}: it was taken meanwhile " in said
     assert f"(process {os.getpid()}: " in said
     assert up.returncode == 3
+
+
+def test_an_engine_that_does_not_start_is_told_of_in_its_own_words(tiny: Path, tmp_path: Path) -> None:
+    """Its flags are well-formed: that they do not go together shows when it is about to load the model."""
+    wrong = ("--model-loader-extra-config", '{"concurrency": 4}')
+    file = manifest(tmp_path, tiny, prefill=1, decode=1, of_decoders=wrong)
+    done = tandem(tmp_path, "up", "--port", str(free_port()), "-f", str(file))
+    error = "ValueError: Model loader extra config is not supported for load format dummy"
+    assert done.returncode == 1
+    (log,) = tmp_path.glob("**/decode-0.log")
+    assert done.stderr.endswith(f"tandem: decode-0 ended with exit code 1: {error}\nIts log: {log}\n")
+    shown = tandem(tmp_path, "status")
+    assert shown.returncode == 3
+    assert f": decode-0 ended with exit code 1: {error} Its log: {log}\n" in shown.stdout
+    assert error in tandem(tmp_path, "logs", "decode-0").stdout
 
 
 @pytest.mark.timeout(4 * START_SECONDS)  # it starts, and then each process once more

@@ -31,6 +31,7 @@ from tandem.local.errors import LocalError
 from tandem.local.plan import LocalPlan
 from tandem.local.ports import engine_ports
 from tandem.local.process import Process, ProcessSpec
+from tandem.local.reaper import Reaper
 from tandem.local.record import EndpointState, is_running, load
 
 from .processes import eventually, gone
@@ -213,6 +214,26 @@ async def test_how_it_is_is_written_down_from_its_start_to_its_end(box: Box) -> 
     assert not is_running(box.logs)
     assert (box.state.state, box.state.cause) == ("ended", "it was stopped")
     assert [(p.pid, p.state) for p in box.state.processes] == [(None, "stopped")] * 2
+
+
+async def test_it_is_written_down_before_anything_is_started(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was written down of an earlier one would be taken for it."""
+    box.go.touch()
+    begin = endpoint_module.reaper
+    seen: list[EndpointState] = []
+
+    def look_and_begin(*held: int) -> AbstractAsyncContextManager[Reaper]:
+        seen.append(box.state)
+        return begin(*held)
+
+    async with box.running(ENGINE):
+        pass
+    monkeypatch.setattr(endpoint_module, "reaper", look_and_begin)
+    async with box.running(ENGINE):
+        pass
+    assert [(s.state, [p.name for p in s.processes]) for s in seen] == [("starting", ["decode-0", "router"])]
 
 
 async def test_what_it_is_doing_while_it_starts_is_written_down(box: Box) -> None:

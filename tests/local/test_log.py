@@ -3,6 +3,8 @@ ended; and how logs are kept small."""
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,31 @@ def test_the_cause_is_found(tmp_path: Path, log: str, cause: str) -> None:
 
 def test_a_log_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:
     assert cause_of_death(tmp_path / "none.log") == "it wrote nothing"
+
+
+def test_a_log_that_has_become_something_else_is_no_cause_and_holds_nobody_up(tmp_path: Path) -> None:
+    file = tmp_path / "decode-0.log"
+    os.mkfifo(file)
+    assert cause_of_death(file) == f"error: {file} cannot be read: it is a FIFO and no file"
+    assert stage(file) == "importing vLLM"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert cause_of_death(file) == f"error: {file} cannot be read: it is a device and no file"
+
+
+def test_a_line_without_end_hides_no_cause_below_it_and_is_not_read_whole(tmp_path: Path) -> None:
+    file = tmp_path / "decode-0.log"
+    file.write_text("ValueError: ")
+    os.truncate(file, 3 << 30)  # with a hole in it
+    tracemalloc.start()
+    try:
+        assert len(cause_of_death(file)) <= 500
+        with file.open("a") as log:
+            log.write("\nOSError: the cause\n")
+        assert cause_of_death(file) == "OSError: the cause"
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_the_end_of_a_long_log_is_read_and_broken_text_does_no_harm(tmp_path: Path) -> None:

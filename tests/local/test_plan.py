@@ -42,6 +42,7 @@ def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(preflight, "require_free", lambda port, host: None)
     monkeypatch.setattr(plan, "engine_ports", engine_ports)
+    monkeypatch.setattr(plan, "notify_port", lambda host, *, but: 7500)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_with_lmcache_the_router_knows_how_kv_is_handed_over(model: Path, machin
     made = planned(S3, replace(machine, lmcache="0.5.6"), model=model)
     assert made.router.connector == "lmcache"
     assert made.router.lmcache_receivers == ("127.0.0.1:7302:7402",)
-    assert made.router.lmcache_notify.startswith("127.0.0.1:75")
+    assert made.router.lmcache_notify == "127.0.0.1:7500"
     assert made.router.lmcache_chunk_size == 256
     assert made.router.lmcache_buffer_chunks
     parser = argparse.ArgumentParser()
@@ -393,3 +394,22 @@ def test_things_are_kept_where_xdg_says_or_all_in_one_place(
     monkeypatch.setenv("HOME", "/h")
     assert paths.model_cache() == Path("/h/.cache/tandem/models")
     assert paths.state("e") == Path("/h/.local/state/tandem/e")
+
+
+def test_engines_have_a_home_folder_where_the_user_has_none(
+    model: Path, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would make one called `~` where it is started."""
+
+    def homes() -> set[str | None]:
+        return {(p.env or {}).get("HOME") for p in planned(S3, machine, model=model).processes[:-1]}
+
+    monkeypatch.setenv("HOME", "/h")
+    assert homes() == {"/h"}
+    monkeypatch.delenv("HOME")
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert homes() == {str(home)}

@@ -48,6 +48,7 @@ async def test_both_outputs_go_to_the_log(start: Start) -> None:
     process = await start(program("p", "import sys; print('out', flush=True); print('err', file=sys.stderr)"))
     await death(process)
     assert process.log.read_text() == "out\nerr\n"
+    assert process.log.stat().st_mode & 0o111 == 0
 
 
 async def test_a_log_starts_anew_with_its_process(start: Start) -> None:
@@ -64,6 +65,16 @@ async def test_a_restart_goes_on_in_the_same_log_and_tells_its_own_cause(tmp_pat
     second = await Process.start(program("p", "raise SystemExit(3)"), log, restart=1)
     assert (await death(second)).startswith("p ended with exit code 3: it wrote nothing\n")
     assert re.search(r"\nValueError: first\n==== tandem: restart 1 of p, .* ====\n$", log.read_text())
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+async def test_a_fifo_in_the_place_of_its_log_holds_nothing_up(tmp_path: Path, restart: int) -> None:
+    """Who opens one that nobody reads from waits for ever."""
+    log = tmp_path / "p.log"
+    os.mkfifo(log)
+    process = await Process.start(program("p", "print('out')"), log, restart=restart)
+    await death(process)
+    assert log.read_text().endswith("out\n")
 
 
 async def test_a_full_disk_keeps_nothing_from_being_started_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -61,8 +62,10 @@ def test_what_is_no_file_is_not_waited_for() -> None:
     folder = write(endpoint("a", 8000))
     (folder / "state.json").unlink()
     os.mkfifo(folder / "state.json")
+    os.mkfifo(folder / ".state.json")
     os.mkfifo(folder / "lock")
     assert load(folder) is None
+    assert not endpoint("a", 8000).save(folder)
     assert not is_running(folder)
 
 
@@ -102,6 +105,23 @@ def test_one_runs_as_long_as_its_lock_is_held() -> None:
         assert (found.running, found.phase, found.has_up) == (True, "starting", True)
     assert not is_running(folder)
     assert find()[0].phase == "ended"
+
+
+def test_where_nothing_can_be_locked_that_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems of a network have no locks."""
+    folder = write(endpoint("a", 8000))
+    with hold(folder):
+        pass
+
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    said = rf"^Nothing can be locked in {home}: No locks available\. Set TANDEM_HOME to a folder on a disk of"
+    with pytest.raises(LocalError, match=said), hold(folder):
+        pass
+    with pytest.raises(LocalError, match=said):
+        find()
 
 
 def test_a_process_that_inherits_the_lock_holds_it_too() -> None:
@@ -164,7 +184,7 @@ def test_another_process_that_has_its_pid_is_not_taken_for_it() -> None:
 def test_why_it_ended_is_told_once_it_has() -> None:
     state = endpoint("a", 8000)
     folder = write(state)
-    assert find()[0].cause_of_end == "`tandem up` was killed, or the machine went down"
+    assert find()[0].cause_of_end == "`tandem up` was killed, the machine went down, or its disk was full"
     state.become("stopping", "decode-0 ended with exit code 1: ValueError: no room")
     state.become("ended")
     state.save(folder)

@@ -54,6 +54,10 @@ class Time:
         """How many wait for it to move on."""
         return sum(not woken.done() for _, _, woken in self.sleepers)
 
+    def is_missed(self, seconds: float) -> None:
+        """Whoever sleeps will wake so much later."""
+        self.sleepers = [(at + seconds, count, woken) for at, count, woken in self.sleepers]
+
     async def passes(self, seconds: float) -> None:
         end = self.now + seconds
         while self.sleepers and self.sleepers[0][0] <= end:
@@ -320,6 +324,19 @@ async def test_one_that_answers_in_time_is_not_hung_any_more(world: World) -> No
         await world.time.passes(5)
         assert world.state.state == "ready"
     assert world.told == []
+
+
+async def test_of_the_time_in_which_nobody_looked_nothing_is_known(world: World) -> None:
+    """As where `tandem up` was stopped by Ctrl-Z, or a container with all that is in it was frozen."""
+    await world.start(hung_after=100)
+    world.status = 0
+    await world.time.passes(50)
+    world.time.is_missed(1000)
+    await world.time.passes(1050)
+    assert world.told == []
+    await world.time.passes(100)
+    await eventually(lambda: len(world.told) == 1)
+    assert world.told[0].startswith("decode-0 was hung: for 100 s it neither answered nor worked")
 
 
 async def test_nothing_is_killed_for_hanging_where_that_is_turned_off(world: World) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tandem.bench.stream import chat_stream, choices_of, delta_of
+from tandem.bench.stream import RequestFailed, chat_stream, choices_of, delta_of
 
 # What a router answers with the path that a request took (`router/explain.py`).
 _EXPLAIN = {"x-tandem-explain": "1"}
@@ -91,8 +91,11 @@ class Conversation:
         *,
         system: str | None = None,
         settings: Mapping[str, Any] | None = None,
+        patience: float = 600.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`patience`: seconds without a piece of text after which an answer is given up, whatever else comes
+        meanwhile."""
         self.system = system
         self.last = Answer()
         """The latest answer, also one that did not come to its end."""
@@ -100,6 +103,7 @@ class Conversation:
         self._url = url
         self._model = model
         self._settings = dict(settings or {})
+        self._patience = patience
         self._clock = clock
         self._turns: list[dict[str, str]] = []
 
@@ -131,7 +135,10 @@ class Conversation:
         answer = self.last = Answer()
         sent = self._clock()
         try:
-            async with chat_stream(self._client, self._url, body, _EXPLAIN) as stream:
+            async with (
+                asyncio.timeout(self._patience) as limit,
+                chat_stream(self._client, self._url, body, _EXPLAIN) as stream,
+            ):
                 answer.headers = stream.headers
                 async for event in stream.events():
                     _count(answer, event.get("usage"))
@@ -141,6 +148,7 @@ class Conversation:
                         thought = _text(delta, "reasoning") or _text(delta, "reasoning_content")
                         if text or thought:
                             answer.times.append(self._clock() - sent)
+                            limit.reschedule(asyncio.get_running_loop().time() + self._patience)
                         answer.text += text
                         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
                         if thought:
@@ -151,6 +159,10 @@ class Conversation:
             if answer.text:
                 self._keep(asked, answer)
             raise
+        except TimeoutError:
+            raise RequestFailed(
+                f"{self._url} has sent no text for {self._patience:g} s; the request was given up"
+            ) from None
         self._keep(asked, answer)
         return answer
 

@@ -45,11 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A container's first process gets no signal that it has no handler for: a router whose pod is deleted
         # while it starts would stay for its whole grace period. Once it works it has its own.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(INTERRUPTED))
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        # So does whoever started us, and passes it on; how our own processes end could not be known.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for what a locale has no character for
-    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -61,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno not in _OF_OUTPUT:
             raise
         return _unwritten(error)
+    except Exception as error:
+        from tandem.local.errors import LocalError
+
+        if not isinstance(error, LocalError):
+            raise
+        complain(error)
+        return ENVIRONMENT
     return code
 
 

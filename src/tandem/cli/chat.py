@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _KEY = "TANDEM_API_KEY"
 _PATIENCE = 600.0  # seconds of silence: a long prompt computes for a minute before its first token
+_LIST_SECONDS = 60.0  # for the whole list of models
 _SHOWN = 8  # names of models in a message
 
 _EPILOG = """\
@@ -89,6 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     except _Unusable as error:
         complain(error)
         return USAGE
+    except _Silent as error:
+        complain(error)
+        return ENVIRONMENT
     except RequestFailed as error:
         complain(_in_words(error, url))
         return FAILURE
@@ -115,6 +119,7 @@ def _chat(arguments: argparse.Namespace, client: httpx.AsyncClient, url: str, ru
         model,
         system=arguments.system,
         settings={name: value for name, value in settings.items() if value is not None},
+        patience=_PATIENCE,
     )
     person = sys.stdin.isatty() and sys.stdout.isatty() and not arguments.json
     screen = Terminal() if person else Json() if arguments.json else Plain()
@@ -133,12 +138,19 @@ class _Unusable(Exception):
     """What was asked for is not there."""
 
 
+class _Silent(Exception):
+    """There is no endpoint that answers."""
+
+
 async def _model(client: httpx.AsyncClient, url: str, wanted: str | None) -> str:
     """The model to talk to. An endpoint that lists no models is taken at its word about one that is named."""
     from tandem.bench.stream import RequestFailed, served_models
 
     try:
-        served = await served_models(client, url)
+        async with asyncio.timeout(_LIST_SECONDS):  # httpx has limits for each piece of it only
+            served = await served_models(client, url)
+    except TimeoutError:
+        raise _Silent(f"{url} has not listed its models within {_LIST_SECONDS:g} s") from None
     except RequestFailed as error:
         if wanted is None or error.status in (401, 403):
             raise

@@ -40,7 +40,8 @@ err = _Remarks(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Progress:
-    """Shows what each process is doing: live on a terminal, one line a change elsewhere."""
+    """Shows what each process is doing: live on a terminal, one line a change elsewhere. Where the terminal
+    goes meanwhile nothing is shown."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -49,7 +50,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live:
-            self._live.start()
+            with contextlib.suppress(OSError):
+                self._live.start()
         return self
 
     def __exit__(
@@ -65,7 +67,8 @@ class Progress:
     def stop(self) -> None:
         """Leave the terminal to whoever prints next."""
         if self._live:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
 
     def __call__(self, doing: dict[str, str]) -> None:
         seconds = self.seconds

@@ -22,6 +22,7 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
 
     What it says goes to `up.log` in `folder`, and until it is ready to our stderr, too."""
     from tandem.cli.console import err, out
+    from tandem.local.files import open_to_append
     from tandem.local.folders import write_problem
     from tandem.local.log import CONSOLE
     from tandem.local.process import signal_name
@@ -32,8 +33,7 @@ def start(words: Sequence[str], folder: Path, *, as_json: bool) -> int:
         complain(problem)
         return ENVIRONMENT
     try:
-        log.open("wb").close()
-        console = log.open("ab")  # appending, so that it can be emptied below the process
+        console = open_to_append(log, anew=True)  # so that it can be emptied below the process
     except OSError as error:
         complain(f"Cannot write into {folder}: {error.strerror}")
         return ENVIRONMENT

@@ -42,6 +42,7 @@ def stop(running: list[Found], patience: float = _PATIENCE_SECONDS) -> int:
     """Stop endpoints, all at once; returns the exit code. `patience`: seconds until they are killed."""
     for found in running:
         _signal(found, signal.SIGTERM)
+        _signal(found, signal.SIGCONT)  # one that was stopped, as by Ctrl-Z, would not hear it
     left = _still_there(running, patience)
     for found in left:
         complain(f"{found.title} did not end in {patience:g} s and is killed")

@@ -6,18 +6,22 @@ import argparse
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from tandem.cli import ENVIRONMENT, OK, USAGE, complain
 from tandem.cli.endpoints import add_which, list_of, none_found
+from tandem.local.files import open_to_read
 
 if TYPE_CHECKING:
     from tandem.local.record import Found
 
 _POLL_SECONDS = 0.2
+_LONGEST_LINE = 64 << 10  # bytes that are shown of one
+_REST = b" [the rest of this line is left out]"
+_BLOCK = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,24 +54,32 @@ def run(arguments: argparse.Namespace) -> int:
             return USAGE
         logs = {"": logs[arguments.process]}
     tails = [Tail(name, log) for name, log in logs.items()]
-    try:
+    told: set[str] = set()
+
+    def each(show: Callable[[Tail], None]) -> None:
+        """Show something of each; of those that cannot be read it is told, once."""
         for tail in tails:
-            tail.show_last(arguments.lines, final=not arguments.follow)
+            try:
+                show(tail)
+            except OSError as error:
+                if error.filename is None:  # stdout's
+                    raise
+                why = f"Cannot read {error.filename}: {error.strerror}"
+                if why not in told:
+                    complain(why)
+                told.add(why)
+
+    try:
+        each(lambda tail: tail.show_last(arguments.lines, final=not arguments.follow))
         while arguments.follow:
             ended = not found.refresh().running  # looked at first: what it wrote last is shown, too
-            for tail in tails:
-                tail.show_new(final=ended)
+            each(lambda tail, ended=ended: tail.show_new(final=ended))  # type: ignore[misc]
             if ended:
                 break
             time.sleep(_POLL_SECONDS)
     except BrokenPipeError:  # as when `head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        if error.filename is None:  # stdout's
-            raise
-        complain(f"Cannot read {error.filename}: {error.strerror}")
-        return ENVIRONMENT
-    return OK
+    return ENVIRONMENT if told else OK
 
 
 def _choose(arguments: argparse.Namespace) -> Found | int:
@@ -98,36 +110,68 @@ def _logs(found: Found) -> dict[str, Path]:
 
 
 class Tail:
-    """The end of a log that grows, and that may be emptied meanwhile, or begun anew."""
+    """The end of a log that grows, and that may be emptied meanwhile, or begun anew. However long its lines
+    are, little of it is held in memory."""
 
     def __init__(self, name: str, log: Path) -> None:
         self._prefix = f"{name} | ".encode() if name else b""
         self._log = log
-        self._shown = 0
         self._file = 0
+        self._shown = 0
+        """Bytes of it that have been dealt with."""
+        self._cut = False
+        """Whether these end in a line of which the rest is left out."""
 
     def show_last(self, count: int, *, final: bool) -> None:
         """Show the last lines; one that is not finished only if this is `final`. Raises OSError."""
-        if self._log.exists():
-            with self._log.open("rb") as stream:
-                self._show(deque(stream, maxlen=count), stream, final)
+        with self._open() as stream:
+            self._shown = _start_of_last(count, stream)
+            self._show(stream, final)
 
     def show_new(self, *, final: bool) -> None:
         """Show the lines that came since; of a log that begins anew, all. Raises OSError."""
-        if not self._log.exists():
-            self._shown = 0
-        else:
-            with self._log.open("rb") as stream:
-                now = os.fstat(stream.fileno())
-                if now.st_ino == self._file and now.st_size >= self._shown:
-                    stream.seek(self._shown)
-                self._show(list(stream), stream, final)
+        with self._open() as stream:
+            self._show(stream, final)
 
-    def _show(self, new: Sequence[bytes], stream: IO[bytes], final: bool) -> None:
-        self._file, self._shown = os.fstat(stream.fileno()).st_ino, stream.tell()
-        for line in new:
-            if line.endswith(b"\n") or final:
-                sys.stdout.buffer.write(self._prefix + line.removesuffix(b"\n") + b"\n")
-            else:
-                self._shown -= len(line)  # the last one; it is read again, once it is whole
+    def _open(self) -> BinaryIO:
+        try:
+            stream = open_to_read(self._log)
+        except FileNotFoundError:
+            self._file, self._shown, self._cut = 0, 0, False
+            return BytesIO()
+        now = os.fstat(stream.fileno())
+        if now.st_ino != self._file or now.st_size < self._shown:
+            self._file, self._shown, self._cut = now.st_ino, 0, False
+        return stream
+
+    def _show(self, stream: BinaryIO, final: bool) -> None:
+        stream.seek(self._shown)
+        while piece := stream.readline(_LONGEST_LINE):
+            ends = piece.endswith(b"\n")
+            if not (ends or final or len(piece) == _LONGEST_LINE):
+                break  # it is read again, once it is whole
+            self._shown += len(piece)
+            if not self._cut:
+                rest = b"" if ends or len(piece) < _LONGEST_LINE else _REST
+                sys.stdout.buffer.write(self._prefix + piece.removesuffix(b"\n") + rest + b"\n")
+            self._cut = not ends
         sys.stdout.buffer.flush()
+
+
+def _start_of_last(count: int, stream: BinaryIO) -> int:
+    """Where the last lines of a file begin."""
+    end = stream.seek(0, os.SEEK_END)
+    if not count:
+        return end
+    until = end - 1  # what stands last begins no line
+    while until > 0:
+        at = max(0, until - _BLOCK)
+        stream.seek(at)
+        block = stream.read(until - at)
+        begun = len(block)
+        while (begun := block.rfind(b"\n", 0, begun)) >= 0:
+            count -= 1
+            if not count:
+                return at + begun + 1
+        until = at
+    return 0

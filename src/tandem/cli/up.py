@@ -241,7 +241,7 @@ def _or_complain(arguments: argparse.Namespace, work: Callable[[], T]) -> T | in
 
 
 async def _up(plan: LocalPlan, hung_after: float, *, as_json: bool) -> None:
-    from tandem.cli.console import Progress, err, out, show_notes
+    from tandem.cli.console import Progress, err, show_notes
     from tandem.local.endpoint import running
 
     def tell(line: str) -> None:
@@ -256,12 +256,12 @@ async def _up(plan: LocalPlan, hung_after: float, *, as_json: bool) -> None:
             err.print(
                 f"ready after {progress.seconds:.0f} s; logs in {plan.logs}; stop with {stop}", markup=False
             )
-            if as_json:
-                ready = {"name": plan.name, "url": plan.url, "pid": os.getpid(), "logs": str(plan.logs)}
-                with contextlib.suppress(OSError):  # as of a --detach that was killed while it waited
-                    print(json.dumps({**ready, "curl": plan.curl()}), flush=True)
-            else:
-                out.print(f"{plan.url}\n{plan.curl()}", markup=False)
+            ready = {"name": plan.name, "url": plan.url, "pid": os.getpid(), "logs": str(plan.logs)}
+            with contextlib.suppress(OSError):  # whoever waits for it may be gone
+                print(
+                    json.dumps({**ready, "curl": plan.curl()}) if as_json else f"{plan.url}\n{plan.curl()}",
+                    flush=True,
+                )
             await endpoint.keep_up(tell, hung_after=hung_after)
 
 

@@ -30,22 +30,15 @@ OnProgress = Callable[[dict[str, str]], None]
 class RunningEndpoint:
     """Every process of a plan. To those who are given one it is up, and proved by the router's canaries."""
 
-    def __init__(self, plan: LocalPlan, guard: Reaper, lock: int) -> None:
-        """`lock`: file descriptor of what is held while it runs."""
+    def __init__(self, plan: LocalPlan, state: EndpointState, guard: Reaper, lock: int) -> None:
+        """`state` is kept; `lock`: file descriptor of what is held while it runs."""
         self.plan = plan
+        self._state = state
         self._lock = lock
-        pid, pid_started = this_process()
-        self._state = EndpointState(
-            name=plan.name, url=plan.url, port=plan.router.port, pid=pid, pid_started=pid_started
-        )
-        self.members: list[Member] = []
-        where = {e.name: (e.role.value, e.url, e.port) for e in plan.engines}
-        for spec in plan.processes:
-            role, url, port = where.get(spec.name, ("router", plan.url, plan.router.port))
-            state = ProcessState.model_validate({"name": spec.name, "role": role, "url": url, "port": port})
-            self._state.processes.append(state)
-            self.members.append(Member(spec, plan.logs / f"{spec.name}.log", state, guard))
-        self.save()
+        self.members = [
+            Member(spec, plan.logs / f"{spec.name}.log", of_process, guard)
+            for spec, of_process in zip(plan.processes, state.processes, strict=True)
+        ]
 
     @property
     def processes(self) -> list[Process]:
@@ -140,6 +133,20 @@ class RunningEndpoint:
             await asyncio.gather(working, death, return_exceptions=True)
 
 
+def _begun(plan: LocalPlan) -> EndpointState:
+    """Of an endpoint that this process is about to start."""
+    pid, pid_started = this_process()
+    state = EndpointState(
+        name=plan.name, url=plan.url, port=plan.router.port, pid=pid, pid_started=pid_started
+    )
+    where = {e.name: (e.role.value, e.url, e.port) for e in plan.engines}
+    for spec in plan.processes:
+        role, url, port = where.get(spec.name, ("router", plan.url, plan.router.port))
+        known = {"name": spec.name, "role": role, "url": url, "port": port}
+        state.processes.append(ProcessState.model_validate(known))
+    return state
+
+
 @asynccontextmanager
 async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[RunningEndpoint]:
     """Start a plan; the block runs once a canary has gone through every path. Stops all on the way out.
@@ -148,9 +155,11 @@ async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[
     the endpoint runs already.
     """
     with hold(plan.logs) as lock:
+        state = _begun(plan)
+        state.save(plan.logs)  # before all else: till then the one before it seems to run
         remove_old(plan.logs)
         async with reaper(lock) as guard:
-            endpoint = RunningEndpoint(plan, guard, lock)
+            endpoint = RunningEndpoint(plan, state, guard, lock)
             why = "it was stopped"
             try:
                 if plan.sockets is not None:

@@ -9,6 +9,8 @@ import shutil
 import time
 from pathlib import Path
 
+from tandem.local.files import open_to_read
+
 LARGEST = 64 << 20
 """Bytes that a log may have; beyond, it becomes NAME.log.1, in the place of an older one, and begins anew."""
 
@@ -96,13 +98,15 @@ def _since_start(log: Path, size: int) -> str:
 
 
 def _tail(log: Path, size: int) -> str:
-    """The last `size` bytes of a file as text."""
+    """The last `size` bytes of a file as text; of one that cannot be read, why."""
     try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - size))
-            return stream.read().decode("utf-8", "replace")
-    except OSError:
+        with open_to_read(log) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+            return stream.read(size).decode("utf-8", "replace")
+    except FileNotFoundError:
         return ""
+    except OSError as error:
+        return f"error: {log} cannot be read: {error.strerror}"
 
 
 def keep_small(log: Path, largest: int = LARGEST) -> None:

@@ -73,7 +73,8 @@ class LocalPlan:
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
-        engines = [ProcessSpec(e.name, e.argv, e.environment(os.environ), e.cpus) for e in self.engines]
+        ours = os.environ | paths.in_place_of_home()
+        engines = [ProcessSpec(e.name, e.argv, e.environment(ours), e.cpus) for e in self.engines]
         return (*engines, ProcessSpec("router", self.router_argv))
 
     def curl(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tandem.local import groups, launch
 from tandem.local.errors import LocalError, ProcessDied
+from tandem.local.files import open_to_append
 from tandem.local.log import cause_of_death, error_in, mark_restart
 
 _STOP_SECONDS = 10.0
@@ -58,10 +59,8 @@ class Process:
         cpus = ",".join(map(str, spec.cpus)) or "-"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            if not restart:
-                log.open("wb").close()
             # Appending, so that it can be emptied below the process.
-            with _pipe() as (hold, release), log.open("ab", buffering=0) as out:
+            with _pipe() as (hold, release), open_to_append(log, anew=not restart) as out:
                 if restart:
                     with contextlib.suppress(OSError):  # a full disk keeps nothing from running
                         out.write(mark_restart(spec.name, restart))

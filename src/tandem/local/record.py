@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from tandem.local import paths, proc
 from tandem.local.errors import LocalError
+from tandem.local.files import at_once, open_to_read
 
 Condition = Literal["starting", "ready", "hung", "restarting", "stopped"]
 Phase = Literal["starting", "running", "stopping", "ended"]
@@ -76,7 +77,8 @@ class EndpointState(BaseModel):
         runs, so no error is raised."""
         try:
             new = folder / f".{_STATE}"
-            new.write_text(self.model_dump_json(indent=1), "utf-8")
+            with open(new, "w", encoding="utf-8", opener=at_once) as file:
+                file.write(self.model_dump_json(indent=1))
             new.replace(folder / _STATE)
         except OSError:
             return False
@@ -125,7 +127,7 @@ class Found:
         """Why it ended, of one that does not run."""
         if self.state.cause is not None:
             return self.state.cause
-        return "`tandem up` was killed, or the machine went down"
+        return "`tandem up` was killed, the machine went down, or its disk was full"
 
 
 def find(name: str | None = None, port: int | None = None) -> list[Found]:
@@ -138,15 +140,10 @@ def find(name: str | None = None, port: int | None = None) -> list[Found]:
 def load(folder: Path) -> EndpointState | None:
     """What was last written down; None where there is nothing that can be read."""
     try:
-        with open(folder / _STATE, "rb", opener=_at_once) as file:
+        with open_to_read(folder / _STATE) as file:
             return EndpointState.model_validate_json(file.read(_LONGEST))
     except (OSError, ValueError):
         return None
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open what may be anything, as a FIFO that nobody writes into, without waiting for it."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
@@ -205,7 +202,7 @@ def _second(folder: Path) -> LocalError:
 
 def is_running(folder: Path) -> bool:
     try:
-        lock = _at_once(str(folder / _LOCK), os.O_RDONLY | os.O_CLOEXEC)
+        lock = at_once(str(folder / _LOCK), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -219,6 +216,11 @@ def _locked(lock: int, how: int) -> bool:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # some file systems, of a network say, have no locks
+        raise LocalError(
+            f"Nothing can be locked in {paths.states()}: {error.strerror}. Set TANDEM_HOME to a folder on "
+            "a disk of this machine."
+        ) from None
     return True
 
 

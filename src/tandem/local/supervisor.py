@@ -22,6 +22,8 @@ _FIRST_DELAY, _LONGEST_DELAY, _STEADY = 1.0, 30.0, 60.0
 _LOOK_STARTING, _LOOK = 1.0, 5.0
 _ANSWER_SECONDS = 5.0
 _TOLD_HUNG = 15.0
+_UNSEEN = 60.0
+"""Seconds without a look after which it is we who were stopped, as by Ctrl-Z, perhaps with all the others."""
 _WORKS = 0.3
 """CPU seconds a second from which on a silent process is taken to work. Timers and NIXL's thread take less: a
 test holds a whole idle endpoint below 0.1. An engine deep in a prefill uses a core, or its share of one."""
@@ -238,8 +240,8 @@ class Supervisor:
             status = await health(member.state.url)
             # While it starts, weights may come from a slow disk: little is enough.
             enough = 0.0 if member.ready_since is None else _WORKS * (now - looked)
-            looked = now
-            if status or used - used_before > enough:
+            unseen, looked = now - looked > _UNSEEN, now
+            if status or unseen or used - used_before > enough:
                 progress = now
             silent = now - progress
             if self._hung_after and silent >= self._hung_after:
