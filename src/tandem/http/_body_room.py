@@ -60,6 +60,10 @@ class Share:
         self.make_way = make_way
         self._room = room
 
+    def close(self) -> None:
+        """Its owner receives no more bodies; lets go of the owner."""
+        self.make_way = _nothing
+
     def fits(self, size: int) -> bool:
         return size <= SMALL_BODY or self._room.fits(size)
 
@@ -80,3 +84,7 @@ class Share:
 def room_of(body: bytes) -> int:
     """What a whole body takes."""
     return len(body) if len(body) > SMALL_BODY else 0
+
+
+def _nothing() -> None:
+    pass

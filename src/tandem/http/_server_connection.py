@@ -106,6 +106,7 @@ class ServerConnection(asyncio.Protocol):
         self._parser.close()
         self._client_left()
         self._drop_unserved()
+        self._share.close()
         self._flow.attach(None)
         self._flow.resume()
         if self.task is None:
