@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import resource
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tandem.http import Responder
+from tandem.http import Client, Responder
+from tandem.router.body import Body
+from tandem.router.reading import Reading
 
 from ..http.certificates import Authority
 from .conftest import SHORT, Endpoint, Start
@@ -59,6 +64,48 @@ async def test_max_held_bytes(start: Start) -> None:
     hold.go_on.set()
     assert [(await task).status_code for task in (first, small)] == [200, 200]
     assert (await endpoint.post(large)).status_code == 200
+
+
+@pytest.mark.parametrize("legs", [1, 2])
+async def test_a_large_body_is_let_go_of_when_its_answer_begins(
+    start: Start, legs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may take minutes, and as long as its reader likes."""
+    endpoint = await start(prefill=legs - 1, max_body_bytes=150_000, max_held_bytes=150_000)
+    go_on = asyncio.Event()
+
+    async def slowly(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        responder.start(200, SSE)
+        responder.write(chunk("a"))
+        await go_on.wait()
+        responder.write(DONE)
+        responder.finish()
+        return True
+
+    endpoint.decode[0].on_generate = slowly
+    bodies: list[bytes] = []
+    read, stream = Reading.read, Client.stream
+
+    async def note_what_came(self: Reading, data: bytes) -> Body:
+        bodies.append(data)
+        return await read(self, data)
+
+    def note_what_is_sent(self: Client, *args: Any, **more: Any) -> Any:
+        bodies.extend(arg for arg in args if isinstance(arg, bytes) and len(arg) > 80_000)
+        return stream(self, *args, **more)
+
+    monkeypatch.setattr(Reading, "read", note_what_came)
+    monkeypatch.setattr(Client, "stream", note_what_is_sent)
+    large = {**SHORT, "prompt": "x" * 80_000, "stream": True}
+    request = functools.partial(endpoint.client.stream, "POST", "/v1/completions", json=large)
+    async with request() as first, request() as second:
+        for answer in (first, second):
+            assert answer.status_code == 200
+            assert (await anext(answer.aiter_bytes())).startswith(b"data: ")
+        assert len(bodies) >= 2 * (1 + legs)
+        kept = {sys.getrefcount(each) for each in bodies}
+        assert kept == {sys.getrefcount(each) for each in [bytes(1000)]}, "only this test has them"
+        go_on.set()
 
 
 async def test_max_head_bytes(start: Start) -> None:

@@ -24,8 +24,9 @@ class ClientsConfig:
     )
     max_body_bytes: int = option("body of one request", between(1, 2**30, int), 67_108_864)
     max_held_bytes: int = option(
-        "bodies of all requests together, those of at most 64 KiB aside, each from its first byte to the end "
-        "of its answer; large ones for which there is no room are answered with 503",
+        "bodies of all requests together, those of at most 64 KiB aside, each from its first byte until its "
+        "answer is sent, or begins where it is streamed; large ones for which there is no room are answered "
+        "with 503",
         between(1, 2**40, int),
         1_073_741_824,
     )

@@ -8,7 +8,8 @@ SMALL_BODY = 64 * 1024
 
 
 class BodyRoom:
-    """Room for the large bodies of a server's requests, each from its first byte to the end of its answer.
+    """Room for the large bodies of a server's requests, each from its first byte until its handler has ended
+    or dropped it.
 
     Bytes count as they come, not as they are announced: nobody holds room that they have not filled. Where
     none is left, a body is turned away; unless another has been coming for `patience` seconds and more, which

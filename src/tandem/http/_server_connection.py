@@ -164,6 +164,8 @@ class ServerConnection(asyncio.Protocol):
 
     def _start(self, request: Request) -> None:
         self._serving = room_of(request.body)
+        if self._serving:
+            request.on_body_dropped = self._body_dropped
         self._watchdog.clear()
         self._waiting_in = None
         responder = self._responder = Responder(
@@ -196,9 +198,7 @@ class ServerConnection(asyncio.Protocol):
         """The handler's task has ended, or was cancelled before it began."""
         responder.abort()  # does nothing to a finished response
         self.task = self._responder = None
-        if self._serving:
-            self._share.give(self._serving)
-            self._serving = 0
+        self._body_dropped()
         if self._lost:
             self._owner.lost(self)
         elif responder.aborted:
@@ -264,6 +264,11 @@ class ServerConnection(asyncio.Protocol):
         self._refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, NO_ROOM)
         self._parser.drop_body()
         self._advance()
+
+    def _body_dropped(self) -> None:
+        if self._serving:
+            self._share.give(self._serving)
+            self._serving = 0
 
     def _drop_unserved(self) -> None:
         self._parser.drop_body()

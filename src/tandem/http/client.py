@@ -154,4 +154,5 @@ class Exchange:
             connection.close()
             raise
         self._connection, self._response = connection, response
+        self._message = ()  # it is not sent again
         return response

@@ -1,7 +1,7 @@
 """What a handler sees of HTTP: requests, headers, limits, and the JSON shape of an error."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 Headers = list[tuple[bytes, bytes]]
@@ -68,6 +68,13 @@ class Request:
     """The peer's IP address, without its port."""
     keep_alive: bool = field(default=True, repr=False)
     """Whether the connection may carry another request after this one."""
+    on_body_dropped: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def drop_body(self) -> None:
+        """For a handler that needs the body no more, and goes on for long: others may have its room."""
+        self.body = b""
+        if self.on_body_dropped is not None:
+            self.on_body_dropped()
 
     def header(self, name: bytes) -> bytes | None:
         """See `find_header`."""

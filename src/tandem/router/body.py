@@ -22,6 +22,8 @@ MOST_FIELDS = 1024
 LARGE_VALUE = 64 * 1024
 """Bytes of an object or a list that is not decoded where a large body is known by its facts."""
 
+_SMALL_VALUE = 100
+
 # What a list of token ids has between its brackets.
 _NUMBERS = b"0123456789, \t\r\n"
 
@@ -106,6 +108,13 @@ class Body:
         depend on."""
         raw = {**self._raw, name: msgspec.Raw(_encode.encode(value))}
         return Body(raw, self.data, self.facts)
+
+    def drop(self) -> None:
+        """Let go of the body, but for fields that are small."""
+        small = {name: bytes(raw) for name, raw in self._raw.items() if len(memoryview(raw)) <= _SMALL_VALUE}
+        self._raw = {name: msgspec.Raw(raw) for name, raw in small.items()}
+        self._decoded = {}
+        self.data = b""
 
     def _is_large(self, name: str) -> bool:
         """Whether a value is what takes long to decode."""

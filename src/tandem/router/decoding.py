@@ -73,6 +73,7 @@ class Decoding:
                 # A leg that carries a hand-off may reach an engine once only.
                 resend=handover is None,
             ) as response:
+                del body
                 leg = _Leg(job, decoder, handover, sent, patience)
                 headers = to_client(response.headers, job.id) + self._explanation(job, decoder)
                 if response.status == 200 and _is_event_stream(response.header(b"content-type")):
@@ -106,6 +107,7 @@ class Decoding:
             if leg.handover is not None:
                 leg.handover.taken()
                 self._metrics.handoff.observe(now - leg.sent)
+            job.answer_begun()
 
         relay = StreamRelay(
             job.answer,

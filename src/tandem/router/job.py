@@ -15,6 +15,9 @@ from tandem.router.legs import Reply
 from tandem.router.reported import NO_USAGE, Usage
 from tandem.router.strategies import Choice, Prompt
 
+_LARGE = 64 * 1024
+"""Bytes of a body that is let go of while its answer is streamed."""
+
 
 class Path(StrEnum):
     """Which engines serve a request."""
@@ -86,18 +89,33 @@ class Job:
     doubted_prefillers: set[Engine] = field(default_factory=set)
     """Whose KV a decoder failed with: perhaps by their fault, so others are tried first."""
 
+    _size: int | None = field(default=None, init=False)
+    """Bytes of its body, where that has been let go of."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its body."""
+        return len(self.request.body) if self._size is None else self._size
+
+    def answer_begun(self) -> None:
+        """No leg will be sent any more, so nobody needs a large body."""
+        if self.size > _LARGE:
+            self._size = self.size
+            self.request.drop_body()
+            self.body.drop()
+
     @property
     def tokens(self) -> int:
         """Tokens of the prompt; where they were not counted, at least as many as it has in plain text."""
         if self.prompt.tokens is not None:
             return self.prompt.tokens
-        most = len(self.request.body)
+        most = self.size
         return most if self.longest is None else min(most, self.longest)
 
     @property
     def most_tokens(self) -> int:
         """What all its prompts have at most, where it has several."""
-        return len(self.request.body) if self.reason == "prompt_list" else self.tokens
+        return self.size if self.reason == "prompt_list" else self.tokens
 
     def used(self) -> Usage:
         """What its answer says of its tokens. A stream that does not say has about as many as events."""

@@ -113,18 +113,20 @@ class Legs:
         connection: the engine sees the request cancelled. `idle_timeout`: between two reads of the body; the
         configured one by default. `resend`: a kept connection that turns out to be dead is replaced once.
         """
+        exchange = self._client.stream(
+            engine.origin,
+            method,
+            path.encode(),
+            self._authorization.applied(headers),
+            body,
+            connect_timeout=self._config.connect_timeout,
+            head_timeout=head_timeout,
+            idle_timeout=self._config.stream_idle_timeout if idle_timeout is None else idle_timeout,
+            retry=resend,
+        )
+        del body  # which nobody needs any more once it is sent
         try:
-            async with self._client.stream(
-                engine.origin,
-                method,
-                path.encode(),
-                self._authorization.applied(headers),
-                body,
-                connect_timeout=self._config.connect_timeout,
-                head_timeout=head_timeout,
-                idle_timeout=self._config.stream_idle_timeout if idle_timeout is None else idle_timeout,
-                retry=resend,
-            ) as response:
+            async with exchange as response:
                 if response.status == 401 and not self._authorization.passes:
                     # It is not the client whom it does not know.
                     what = f"{engine.url}{path} answered HTTP 401: {self._authorization.missing}"
