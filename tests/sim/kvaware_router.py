@@ -24,6 +24,7 @@ from tandem.router.knowledge import Knowledge
 from .helpers import MODEL, Answer, Engines, flags
 
 QUICK = {"time_scale": 50}
+_JSON: Headers = [(b"content-type", b"application/json")]
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Router:
     sims: list[Engines]
 
     async def post(self, path: str, body: dict[str, Any]) -> Routed:
-        headers: Headers = [(b"content-type", b"application/json"), (b"x-tandem-explain", b"1")]
+        headers: Headers = [*_JSON, (b"x-tandem-explain", b"1")]
         status, fields, data = await self._ask(self.port, "POST", path, headers, json.dumps(body).encode())
         assert status == 200, data
         named = {k.decode(): v.decode() for k, v in fields}
@@ -84,7 +85,7 @@ class Router:
         """What the admin port says would be chosen."""
         body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 4, **more}).encode()
         assert self.app.admin is not None
-        status, _, data = await self._ask(self.app.admin.port, "POST", "/admin/route", [], body)
+        status, _, data = await self._ask(self.app.admin.port, "POST", "/admin/route", _JSON, body)
         assert status == 200, data
         told: dict[str, Any] = json.loads(data)["decode"]
         return told
