@@ -18,7 +18,8 @@ class ClientsConfig:
         10_000,
     )
     max_head_bytes: int = option(
-        "request line and header fields of one request, and as much again for the framing of its body",
+        "request line and header fields of one request, each field 32 more than it has, as in HTTP/2; and as "
+        "much again for the framing of its body",
         between(1024, 2**24, int),
         65_536,
     )

@@ -86,7 +86,8 @@ class Limits:
     """What a server grants a connection. Sizes in bytes, times in seconds."""
 
     head_bytes: int = 64 * 1024
-    """Request line and header fields; also the allowance for chunk framing and trailers."""
+    """Request line and header fields, each of these 32 more; also the allowance for chunk framing and
+    trailers."""
     body_bytes: int = 64 * 1024 * 1024
     held_bytes: int = 1024**3
     """Of the large bodies of all connections, see `BodyRoom`."""
