@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import sys
 import termios
@@ -478,6 +479,31 @@ async def test_it_can_be_interrupted_before_it_has_begun() -> None:
         child.send_signal(signal.SIGINT)
         out, err = await child.communicate()
     assert (child.returncode, out, err) == (130, b"", b"")
+
+
+async def test_a_pipe_that_nobody_reads_can_be_interrupted() -> None:
+    reading, writing = os.pipe()
+    async with serving(Parrot()) as url:
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(
+            *command("--url", url), stdin=pipe, stdout=writing, stderr=pipe
+        )
+        assert child.stdin is not None
+        assert child.stderr is not None
+        child.stdin.write(b"one " * 100_000 + b"\n")
+        while select.select([], [writing], [], 0)[1]:  # there is room in it
+            await asyncio.sleep(0.01)
+        while child.returncode is None:
+            child.send_signal(signal.SIGINT)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await child.wait()
+        err = await child.stderr.read()
+        child.stdin.close()
+    os.close(reading)
+    os.close(writing)
+    assert child.returncode == 130
+    assert re.fullmatch(rb"path unknown .* stopped\n", err)
 
 
 async def test_a_pipe_that_is_interrupted_ends() -> None:

@@ -309,6 +309,25 @@ async def test_what_could_not_be_written_down_is_as_soon_as_it_can_be(
         up.cancel()
 
 
+async def test_one_whose_folder_is_removed_while_it_starts_is_soon_known_again(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_SAVE_AGAIN_SECONDS", 0.05)
+
+    async def up() -> None:
+        async with box.running(ENGINE):
+            pytest.fail("the block must not run")
+
+    starting = asyncio.create_task(up())
+    await eventually(lambda: len(box.pids) == 2)
+    shutil.rmtree(box.logs)
+    await eventually(lambda: is_running(box.logs) and load(box.logs) is not None)
+    assert box.state.state == "starting"
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert box.all_gone()
+
+
 async def test_one_whose_folder_is_removed_is_soon_known_again(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:

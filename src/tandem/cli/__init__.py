@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import io
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
+        let_go(sys.stdout)
         return INTERRUPTED
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -135,6 +138,13 @@ def remark(line: str) -> None:
         print(line, file=sys.stderr)
     except OSError:
         _silence(sys.stderr)
+
+
+def let_go(stream: TextIO) -> None:
+    """Write no more to a stream whose reader has stopped reading, where writing would wait for ever."""
+    with contextlib.suppress(OSError, ValueError):  # it need not be a file of the system's
+        if not select.select([], [stream], [], 0)[1]:
+            _silence(stream)
 
 
 def _silence(stream: TextIO) -> None:

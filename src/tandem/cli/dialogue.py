@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tandem.cli import let_go
 from tandem.cli.console import err, ms, out
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class Dialogue:
         try:
             self._run(conversation.ask(question, on_text=screen.text, on_thought=screen.thought))
         except KeyboardInterrupt:
+            let_go(sys.stdout)
             screen.ended(conversation.last, stopped=True)
             if not self._survives_interrupts:
                 raise

@@ -39,6 +39,7 @@ class RunningEndpoint:
             Member(spec, plan.logs / f"{spec.name}.log", of_process, guard)
             for spec, of_process in zip(plan.processes, state.processes, strict=True)
         ]
+        self.save()
 
     @property
     def processes(self) -> list[Process]:
@@ -85,21 +86,16 @@ class RunningEndpoint:
 
     async def keep_up(self, tell: Tell, *, hung_after: float) -> None:
         """Restart what dies or hangs (see Supervisor), for ever; each death and each return is told."""
-        console = self.plan.logs / CONSOLE
-        saving = asyncio.create_task(self._save_again())
-        try:
-            await Supervisor(
-                self.members,
-                tell=tell,
-                changed=self.save,
-                hung_after=hung_after,
-                more_logs=[console],
-                renews_prefillers=self.plan.router.connector == "lmcache",
-            ).run()
-        finally:
-            saving.cancel()
+        await Supervisor(
+            self.members,
+            tell=tell,
+            changed=self.save,
+            hung_after=hung_after,
+            more_logs=[self.plan.logs / CONSOLE],
+            renews_prefillers=self.plan.router.connector == "lmcache",
+        ).run()
 
-    async def _save_again(self) -> None:
+    async def save_again(self) -> None:
         """Write down what could not be, as on a disk that was full, or was removed; for ever."""
         while True:
             await asyncio.sleep(_SAVE_AGAIN_SECONDS)
@@ -160,6 +156,7 @@ async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[
         remove_old(plan.logs)
         async with reaper(lock) as guard:
             endpoint = RunningEndpoint(plan, state, guard, lock)
+            saving = asyncio.create_task(endpoint.save_again())
             why = "it was stopped"
             try:
                 if plan.sockets is not None:
@@ -173,6 +170,7 @@ async def running(plan: LocalPlan, *, on_progress: OnProgress) -> AsyncIterator[
                 why = str(error) or type(error).__name__
                 raise
             finally:
+                saving.cancel()
                 await endpoint.stop(why)
 
 

@@ -170,7 +170,7 @@ def hold(folder: Path) -> Iterator[int]:
 def hold_again(folder: Path, lock: int) -> None:
     """Where somebody has removed an endpoint's lock, perhaps with its folder, make it anew and hold that by
     the same file descriptor. Where that cannot be, nothing is done."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, LocalError):
         if not (folder / _LOCK).exists():
             folder.mkdir(parents=True, exist_ok=True)
             again = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
