@@ -6,6 +6,7 @@ CPU. Here it gets one (see `cpu_kv_copies`). What else differs from the stock co
 - LMCache that cannot start is an engine that cannot. The stock one logs it and goes on without LMCache; a
   prefiller then answers and hands over nothing.
 - Settings under which LMCache hands over garbage or hangs are refused.
+- What prefillers keep is found again, and a Redis that fails fails no request (see `kv_tiers`).
 - NIXL's progress thread pauses between polls, and the engine stays on its cores (see `nixl_agents`).
 
 Imported by vLLM only when an engine asks for the connector.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from tandem_vllm.cpu_kv_copies import KvCopies, Write, learnt_order
-from tandem_vllm.kv_moves import KvMoves, MoveMetrics, MoveStats
+from tandem_vllm.kv_moves import MOVES, MoveMetrics, MoveStats
 from tandem_vllm.nixl_agents import kept_affinity, nixl_api, paced_progress, progress_delay_us
 
 MADE_FOR = {"vllm": "0.32", "lmcache": "0.5.6"}
@@ -40,6 +41,7 @@ def _installed(package: str) -> str:
 
 try:
     import lmcache.v1.gpu_connector as lmcache_connectors
+    import lmcache.v1.storage_backend as storage_backends
     import vllm._custom_ops as ops
     from lmcache.utils import EngineType
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
@@ -49,7 +51,10 @@ try:
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+    from tandem_vllm.kv_tiers import Tiers
+
     _stock = lmcache_connectors.CreateGPUConnector
+    _stock_l1 = storage_backends.LocalCPUBackend
     _push = NixlChannel.batched_write
     _write = ops.cpu_attn_reshape_and_cache
 except (ImportError, AttributeError) as error:
@@ -63,11 +68,9 @@ except (ImportError, AttributeError) as error:
 # vLLM's logging configuration shows only loggers below `vllm`.
 logger = init_logger("vllm.tandem.cpu_lmcache")
 
-_moves = KvMoves()
-
 
 def _timed_push(self: Any, objects: Sequence[Any], transfer_spec: Any = None) -> Any:
-    with _moves.timed("push", sum(each.get_size() for each in objects)):
+    with MOVES.timed("push", sum(each.get_size() for each in objects)):
         return _push(self, objects, transfer_spec)
 
 
@@ -87,8 +90,28 @@ class CpuLMCacheConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM is 
             super().register_kv_caches(kv_caches)
         self._check_started()
 
+    def start_load_kv(self, forward_context: Any, **given: Any) -> None:
+        super().start_load_kv(forward_context, **given)
+        self._drop_failed_loads()
+
+    def _drop_failed_loads(self) -> None:
+        """A request whose KV could not be loaded fails, and what is in its blocks is nothing. LMCache would
+        hand that over and keep it for others all the same."""
+        adapter = self._lmcache_engine
+        if not adapter._invalid_block_ids:
+            return
+        invalid = torch.tensor(sorted(adapter._invalid_block_ids))
+        metadata, whole = self._get_connector_metadata(), []
+        for request in metadata.requests:
+            if torch.isin(request.slot_mapping // adapter._block_size, invalid).any():
+                adapter.lmcache_engine.lookup_unpin(request.req_id)
+                logger.warning("%s: its KV could not be loaded, and is not kept", request.req_id)
+            else:
+                whole.append(request)
+        metadata.requests = whole
+
     def get_kv_connector_stats(self) -> MoveStats | None:
-        return _moves.take()
+        return MOVES.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MoveStats:
@@ -109,11 +132,13 @@ class CpuLMCacheConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM is 
 def _for_cpu() -> Iterator[None]:
     """What LMCache makes inside the block is made for CPU."""
     lmcache_connectors.CreateGPUConnector = _create
+    storage_backends.LocalCPUBackend = Tiers
     try:
         with kept_affinity(), paced_progress(nixl_api(), progress_delay_us(os.environ)):
             yield
     finally:
         lmcache_connectors.CreateGPUConnector = _stock
+        storage_backends.LocalCPUBackend = _stock_l1
 
 
 def _create(config: Any, metadata: Any, engine: Any, layout_hints: Any = None) -> Any:
@@ -171,14 +196,14 @@ class CpuCopier(GPUConnectorInterface):  # type: ignore[misc]
     def batched_from_gpu(
         self, memory_objs: Sequence[Any], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
     ) -> None:
-        with _moves.timed("gather", _bytes(memory_objs)):
+        with MOVES.timed("gather", _bytes(memory_objs)):
             for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
                 self.from_gpu(memory_obj, start, end, **kwargs)
 
     def batched_to_gpu(
         self, memory_objs: Sequence[Any], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
     ) -> None:
-        with _moves.timed("scatter", _bytes(memory_objs)):
+        with MOVES.timed("scatter", _bytes(memory_objs)):
             for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
                 self.to_gpu(memory_obj, start, end, **kwargs)
 

@@ -5,6 +5,9 @@
 | `vllm:lmcache_gather_bytes_total`, `vllm:lmcache_gather_seconds` | copies out of vLLM's cache into chunks |
 | `vllm:lmcache_push_bytes_total`, `vllm:lmcache_push_seconds` | writes of chunks into a decoder's buffer |
 | `vllm:lmcache_scatter_bytes_total`, `vllm:lmcache_scatter_seconds` | copies of chunks into vLLM's cache |
+| `vllm:lmcache_l1_hit_bytes_total` | chunks that were found in host memory |
+| `vllm:lmcache_l2_hit_bytes_total`, `vllm:lmcache_l2_hit_seconds` | chunks read from Redis |
+| `vllm:lmcache_l2_write_bytes_total`, `vllm:lmcache_l2_write_seconds` | chunks written to Redis |
 
 vLLM takes what a connector has collected after each step, so what happens between two steps is told with the
 next one.
@@ -25,7 +28,11 @@ KINDS = {
     "gather": "copies of KV out of the cache, into LMCache's chunks",
     "push": "writes of chunks into a decoder's buffer",
     "scatter": "copies of LMCache's chunks into the cache",
+    "l1_hit": "chunks that were found in host memory (L1)",
+    "l2_hit": "reads of chunks from Redis (L2)",
+    "l2_write": "writes of chunks to Redis (L2)",
 }
+_UNTIMED = {"l1_hit"}
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -41,9 +48,11 @@ class KvMoves:
         """A move of so many bytes; one that fails does not count."""
         begun = time.perf_counter()
         yield
-        taken = time.perf_counter() - begun
+        self.add(kind, size, time.perf_counter() - begun)
+
+    def add(self, kind: str, size: int, seconds: float) -> None:
         with self._lock:
-            self._found[kind].append((size, taken))
+            self._found[kind].append((size, seconds))
 
     def take(self) -> MoveStats | None:
         """What has been collected since the last time."""
@@ -76,7 +85,8 @@ class MoveStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there wh
             if moves:
                 told[f"Num {kind}"] = len(moves)
                 told[f"{kind} (MB)"] = round(_sum(moves, 0) / 1e6, 1)
-                told[f"{kind} (ms)"] = round(_sum(moves, 1) * 1000, 1)
+                if kind not in _UNTIMED:
+                    told[f"{kind} (ms)"] = round(_sum(moves, 1) * 1000, 1)
         return told
 
 
@@ -111,13 +121,15 @@ class MoveMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 )
             )
             for kind, what in KINDS.items()
+            if kind not in _UNTIMED
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for kind, moves in transfer_stats_data.items():
             for size, seconds in moves:
                 self._bytes[kind][engine_idx].inc(size)
-                self._seconds[kind][engine_idx].observe(seconds)
+                if kind in self._seconds:
+                    self._seconds[kind][engine_idx].observe(seconds)
 
 
 def _nothing() -> dict[str, list[tuple[int, float]]]:
@@ -126,3 +138,7 @@ def _nothing() -> dict[str, list[tuple[int, float]]]:
 
 def _sum(moves: list[tuple[int, float]], which: int) -> float:
     return sum(move[which] for move in moves)
+
+
+MOVES = KvMoves()
+"""Those of this engine."""

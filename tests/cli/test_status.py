@@ -105,6 +105,20 @@ def test_each_process_has_its_line(tandem_command: Tandem, engine: str, router: 
     assert lines[-1] == "last death: decode-0 was killed by SIGKILL"
 
 
+def test_what_came_from_caches_of_kv_is_told(tandem_command: Tandem, router: str) -> None:
+    caches = (
+        'vllm:lmcache_l1_hit_bytes_total{engine="0"} 4.15e7\n'
+        'vllm:lmcache_l2_hit_bytes_total{engine="0"} 2.5e6\n'
+        'vllm:lmcache_l2_write_bytes_total{engine="0"} 1e9\n'
+    )
+    with serving({"/metrics": ENGINE + caches}) as engine, all_ready(engine, router):
+        shown, told = tandem_command("status"), tandem_command("status", "--json")
+    assert "prefill-0: KV from L1 41.5 MB, from L2 2.5 MB; written to L2 1,000.0 MB" in shown.out.splitlines()
+    of_process = {each["name"]: each["cache_bytes"] for each in json.loads(told.out)[0]["processes"]}
+    assert of_process["prefill-0"] == {"l1_read": 41_500_000, "l2_read": 2_500_000, "l2_written": 10**9}
+    assert of_process["router"] is None
+
+
 def test_what_is_not_ready_has_another_code_and_says_why(tandem_command: Tandem) -> None:
     with serving({"/metrics": ROUTER, "/ready": NOT_READY}) as url, up() as (folder, state):
         prefiller, decoder, router = state.processes
@@ -161,6 +175,7 @@ def test_json_is_alone_on_stdout(tandem_command: Tandem, engine: str, router: st
         "waits_for": None,
         "requests": 5,
         "kv_use": 0.25,
+        "cache_bytes": None,
     }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.api import InvalidResource, read_endpoint
+from tandem.api import ANNOTATION_CONNECTOR, InvalidResource, read_endpoint
 from tandem.engine import EngineError, Machine
 from tandem.local.builtin import MODEL_ID
 from tandem.local.errors import LocalError
@@ -28,6 +30,8 @@ Planned = Callable[[Manifest], Any]
 
 @pytest.fixture
 def planned(machine: Machine) -> Planned:
+    machine = replace(machine, lmcache="0.5.6")
+
     def plan(manifest: Manifest) -> Any:
         try:
             made = make_plan(read_endpoint(manifest), manifest, machine, "/venv/bin/python", dry=True)
@@ -43,7 +47,8 @@ def planned(machine: Machine) -> Planned:
 
 @pytest.fixture
 def bases(model: Path) -> tuple[Manifest, ...]:
-    """An endpoint whose model lies in a folder, and one with the built-in model, whose name no flag says."""
+    """An endpoint whose model lies in a folder, one with the built-in model, whose name no flag says, and one
+    that hands over through LMCache."""
     another = {"spec.modelSourceConfig.fsxStorage": {"fileSystemId": "fs-1"}}
     volume = changed("dpd-nvme", {"spec.instanceType": ..., **another})
     volume["spec"]["kubernetes"]["volumes"][0]["hostPath"] = {"path": str(model)}
@@ -51,7 +56,13 @@ def bases(model: Path) -> tuple[Manifest, ...]:
     builtin = changed("dpd-nixl", {"spec.modelSourceConfig": hub, "spec.worker.args": []})
     for base in (volume, builtin):
         base["spec"]["worker"]["image"] = "vllm:1"
-    return volume, builtin
+    l2 = {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://cache:6379"}
+    caches = {"enableL1Cache": True, "enableL2Cache": True, "l2CacheSpec": l2}
+    lmcache = copy.deepcopy(volume) | {
+        "metadata": {"name": "e", "annotations": {ANNOTATION_CONNECTOR: "lmcache"}}
+    }
+    lmcache["spec"]["kvCacheSpec"] = caches
+    return volume, builtin, lmcache
 
 
 def rows_with(local: str) -> list[Any]:

@@ -90,11 +90,13 @@ def endpoint(
     command: Sequence[str] = (),
     annotations: dict[str, str] | None = None,
     image: str = "vllm/vllm-openai:v0.32.0",
+    caches: dict[str, Any] | None = None,
 ) -> Endpoint:
     """A small endpoint with these flags."""
     document = yaml.safe_load(NVME)
     document["metadata"]["annotations"] = annotations or {}
     document["spec"]["modelName"] = "small"
+    document["spec"]["kvCacheSpec"] = caches or {}
     document["spec"]["worker"]["image"] = image
     document["spec"]["pdSpec"] = {
         "prefillSpec": {"replicas": prefillers, "args": list(prefill_args)},

@@ -75,7 +75,8 @@ def test_lmcache_reads_both_halves_of_a_hand_off(
         assert (config.enable_pd, config.pd_backend_mode, config.chunk_size) == (True, "sync", 256)
         assert (config.transfer_channel, config.nixl_backends) == ("nixl", ["UCX"])
         assert config.pd_buffer_device == ("cpu" if machine == "cpu" else "cuda")
-        assert not config.local_cpu
+        assert config.local_cpu is (role is Role.PREFILL and machine == "cpu")
+        assert config.remote_url is None
         if role is Role.PREFILL:
             assert config.pd_role == "sender"
             assert (config.pd_proxy_host, int(config.pd_proxy_port)) == ("127.0.0.1", 7500)
@@ -162,6 +163,58 @@ def test_variables_of_a_hand_off_in_the_manifest_are_replaced_and_it_is_told(mod
     found = planned(endpoint(annotations=ASKS, env=layerwise), WITH_LMCACHE["cpu"], model)
     assert {engine.env["LMCACHE_PD_BACKEND_MODE"] for engine in found.engines} == {"sync"}
     assert any("LMCACHE_PD_BACKEND_MODE" in note and "replaced" in note for note in found.notes)
+
+
+REDIS = {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://cache:6379"}
+
+
+def test_prefillers_keep_kv_as_the_resource_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(
+        endpoint(annotations=ASKS, caches={"enableL2Cache": True, "l2CacheSpec": REDIS}),
+        WITH_LMCACHE["cpu"],
+        model,
+    )
+    with monkeypatch.context() as patch:
+        prefill = loaded(only(found.engines, Role.PREFILL).env, patch)
+    assert (prefill.local_cpu, prefill.remote_url) == (True, "redis://cache:6379")
+    assert prefill.max_local_cpu_size == pytest.approx(CPU.memory_bytes / 8 / (1 << 30), abs=0.001)
+    assert prefill.enable_pd
+    with monkeypatch.context() as patch:
+        decode = loaded(only(found.engines, Role.DECODE).env, patch)
+    assert (decode.local_cpu, decode.remote_url) == (False, None)
+    assert any("L1: " in note and "L2 in Redis" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"enableL1Cache": False, "enableL2Cache": True, "l2CacheSpec": REDIS},  # L2 is behind L1
+        {"enableL2Cache": False, "l2CacheSpec": REDIS},
+        {"enableL2Cache": True, "l2CacheSpec": {"l2CacheBackend": "tieredstorage"}},
+        {"enableL2Cache": True, "l2CacheSpec": REDIS | {"l2CacheLocalUrl": "rediss://cache:6379"}},
+    ],
+)
+def test_without_a_redis_to_use_there_is_no_l2(
+    model: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    found = planned(endpoint(annotations=ASKS, caches=given), WITH_LMCACHE["cpu"], model)
+    config = loaded(only(found.engines, Role.PREFILL).env, monkeypatch)
+    assert config.remote_url is None
+    assert config.local_cpu is given.get("enableL1Cache", True)
+    tls = "rediss://" in str(given)
+    assert any("l2CacheLocalUrl: left out" in note for note in found.notes) is tls
+
+
+def test_l1_is_as_large_as_a_variable_says(model: Path) -> None:
+    size = [{"name": "LMCACHE_MAX_LOCAL_CPU_SIZE", "value": "0.5"}]
+    found = planned(endpoint(annotations=ASKS, env=size), WITH_LMCACHE["cpu"], model)
+    assert only(found.engines, Role.PREFILL).env["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "0.5"
+
+
+def test_where_nothing_would_be_found_again_nothing_is_kept(model: Path) -> None:
+    found = planned(endpoint(annotations=ASKS, caches={"enableL1Cache": True}), WITH_LMCACHE["gpu"], model)
+    assert only(found.engines, Role.PREFILL).env["LMCACHE_LOCAL_CPU"] == "false"
+    assert any(note.startswith("spec.kvCacheSpec: left out") for note in found.notes)
 
 
 def test_without_lmcache_nothing_of_it_is_there(model: Path) -> None:

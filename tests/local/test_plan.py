@@ -299,12 +299,20 @@ FULL["spec"]["kubernetes"]["volumes"].insert(0, {"name": "other", "hostPath": {"
 FULL["spec"]["modelSourceConfig"]["s3Storage"] = {"bucketName": "models", "region": "us-east-2"}
 FULL["spec"]["worker"]["args"] = ["--seed", "1"]
 FULL["spec"]["intelligentRoutingSpec"] = {"enabled": True, "routingStrategy": "roundrobin"}
+FULL["spec"]["kvCacheSpec"] = {
+    "enableL1Cache": True,
+    "enableL2Cache": True,
+    "l2CacheSpec": {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://cache:6379"},
+}
 CHANGES: dict[str, Any] = {
     "spec.modelName": "other",
     "spec.invocationEndpoint": "my/model",
     "spec.modelSourceConfig.modelSourceType": "s3",
     "spec.kubernetes.volumes[1]": {"name": "model-weights", "hostPath": {"path": "/nowhere"}},
     "spec.intelligentRoutingSpec.routingStrategy": "kvaware",
+    "spec.kvCacheSpec.enableL1Cache": False,
+    "spec.kvCacheSpec.enableL2Cache": False,
+    "spec.kvCacheSpec.l2CacheSpec": {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://other:6379"},
     "spec.pdSpec.routingThreshold": 7,
     "spec.pdSpec.prefillSpec.replicas": 2,
     "spec.pdSpec.prefillSpec.args": ["--max-num-seqs", "3"],
@@ -347,6 +355,7 @@ def full(model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", CHANGES)
 def test_what_is_acted_on_changes_the_plan(full: dict[str, Any], machine: Machine, path: str) -> None:
+    machine = replace(machine, lmcache="0.5.6")
     before = outcome(full, machine)
     assert isinstance(before, dict)
     assert outcome(with_value(full, path, CHANGES[path]), machine) != before
@@ -363,7 +372,7 @@ def test_what_is_told_to_be_acted_on_is_what_is_tried_here() -> None:
     [
         ("spec.instanceType", "ml.p5.48xlarge"),
         ("spec.loadBalancer", {"healthCheckPath": "/x"}),
-        ("spec.kvCacheSpec", {"enableL1Cache": True}),
+        ("spec.kvCacheSpec.cacheConfigFile", "/etc/lmcache.yaml"),
         ("spec.kubernetes.schedulerName", "other"),
         ("spec.pdSpec.topologySpec", {"sameAZ": False}),
         ("spec.pdSpec.prefillSpec.nodeSelector", {"a": "b"}),

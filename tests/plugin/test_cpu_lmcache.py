@@ -213,6 +213,34 @@ def test_an_lmcache_that_failed_to_start_is_an_engine_that_did(
         cpu_lmcache.CpuLMCacheConnector(None, None, None)
 
 
+def test_what_could_not_be_loaded_is_neither_handed_over_nor_kept(
+    cpu_lmcache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def request(name: str, *blocks: int) -> Any:
+        slots = (torch.tensor(blocks)[:, None] * 16 + torch.arange(16)).view(-1)
+        return types.SimpleNamespace(req_id=name, slot_mapping=slots)
+
+    unpinned: list[str] = []
+    metadata = types.SimpleNamespace(requests=[request("a", 1, 2), request("b", 3, 4), request("c", 5)])
+    connector = object.__new__(cpu_lmcache.CpuLMCacheConnector)
+    connector._lmcache_engine = types.SimpleNamespace(
+        _invalid_block_ids=set(),
+        _block_size=16,
+        lmcache_engine=types.SimpleNamespace(lookup_unpin=unpinned.append),
+    )
+
+    def stock(self: Any, context: Any) -> None:
+        self._lmcache_engine._invalid_block_ids = {4, 9}
+
+    monkeypatch.setattr(cpu_lmcache.LMCacheConnectorV1, "start_load_kv", stock)
+    monkeypatch.setattr(connector, "_get_connector_metadata", lambda: metadata)
+    connector.start_load_kv(None)
+    assert [each.req_id for each in metadata.requests] == ["a", "c"]
+    assert unpinned == ["b"]
+
+
 def test_versions_that_do_not_fit_are_told_in_words(
     cpu_lmcache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from tandem.http import Origin
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.connectors import LMCache, Receiver
-from tandem.router.connectors.lmcache import TAG, LMCacheAttempt
+from tandem.router.connectors.lmcache import SALT_TAG, TAG, LMCacheAttempt
 from tandem.router.engines import Engine, EngineRole
 
 from .test_nixl import SAME, TOOLS
@@ -108,6 +108,21 @@ def test_every_attempt_has_a_tag_of_its_own() -> None:
 def test_a_tag_has_only_characters_that_lmcache_keeps() -> None:
     """It splits keys at "@", and a failure there leaves the prefiller hanging."""
     assert re.fullmatch("[0-9a-f]{32}", attempt().key or "")
+
+
+@APIS
+def test_another_tag_stands_for_a_salt_on_every_leg(api: Api) -> None:
+    def tags(salt: str) -> list[dict[str, Any]]:
+        body, begun = client(prompt="x", cache_salt=salt), handed_over()
+        legs = (begun.prepare_prefill, begun.prepare_release, begun.prepare_decode)
+        return [json.loads(prepare(api, body) or b"")["kv_transfer_params"] for prepare in legs]
+
+    found = {salt: {each.get(SALT_TAG) for each in tags(salt)} for salt in ("a", "b@%ä", "")}
+    (a,), (b,), (none,) = found.values()
+    assert re.fullmatch("[0-9a-f]{64}", a)
+    assert re.fullmatch("[0-9a-f]{64}", b)
+    assert a != b
+    assert none is None
 
 
 # The order of things

@@ -162,6 +162,13 @@ def show_endpoint(endpoint: Found, processes: Sequence[Seen]) -> None:
             out.print(f"{seen.known.name} waits: {seen.waits_for}", markup=False)
         if seen.known.cause:
             out.print(f"last death: {seen.known.cause}", markup=False)
+        if seen.cache_bytes and any(seen.cache_bytes.values()):
+            mb = {name: f"{size / 1e6:,.1f} MB" for name, size in seen.cache_bytes.items()}
+            out.print(
+                f"{seen.known.name}: KV from L1 {mb['l1_read']}, from L2 {mb['l2_read']}; written to L2 "
+                f"{mb['l2_written']}",
+                markup=False,
+            )
 
 
 def ms(value: float | None) -> str:

@@ -25,6 +25,12 @@ _IN_HAND = {
     "engine": ("vllm:num_requests_running", "vllm:num_requests_waiting"),
 }
 _KV_USE = "vllm:kv_cache_usage_perc"
+_CACHES = {
+    "l1_read": "vllm:lmcache_l1_hit_bytes_total",
+    "l2_read": "vllm:lmcache_l2_hit_bytes_total",
+    "l2_written": "vllm:lmcache_l2_write_bytes_total",
+}
+"""Of an engine that hands over through LMCache: what it has had from its caches of KV, and written."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Seen:
     """The part of its KV cache that is in use, from 0 to 1."""
     waits_for: str | None = None
     """What keeps a router from being ready."""
+    cache_bytes: dict[str, int] | None = None
+    """By the names of `_CACHES`, since its start."""
 
     @property
     def ready(self) -> bool:
@@ -60,6 +68,7 @@ class Seen:
             "memory_bytes": self.memory_bytes,
             "requests": self.requests,
             "kv_use": self.kv_use,
+            "cache_bytes": self.cache_bytes,
         }
 
 
@@ -122,7 +131,7 @@ async def _ask(client: httpx.AsyncClient, process: ProcessState, memory_bytes: i
     try:
         async with asyncio.timeout(3 * _ANSWER_SECONDS):  # httpx has limits for each piece of it only
             answer = await client.get(f"{process.url}/metrics")
-        sums = read_sums(answer.text, [*in_hand, _KV_USE])
+        sums = read_sums(answer.text, [*in_hand, _KV_USE, *_CACHES.values()])
     except (
         httpx.HTTPError,
         httpx.InvalidURL,
@@ -131,7 +140,8 @@ async def _ask(client: httpx.AsyncClient, process: ProcessState, memory_bytes: i
     ):  # what answers there is something else
         sums = {}
     requests = int(sum(sums.get(name, 0.0) for name in in_hand)) if in_hand[0] in sums else None
-    return Seen(process, memory_bytes, requests, sums.get(_KV_USE), waits_for)
+    caches = {name: int(sums[metric]) for name, metric in _CACHES.items() if metric in sums} or None
+    return Seen(process, memory_bytes, requests, sums.get(_KV_USE), waits_for, caches)
 
 
 def _is_ready(endpoint: Found, processes: list[Seen]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from tandem.api import Endpoint, Role
 from tandem.engine.args import flag_value
+from tandem.engine.kv_cache import GIB, L1_BYTES, KvCache, cache_settings, kv_cache
 from tandem.engine.kv_size import count, model_names, token_size
 from tandem.engine.lmcache import (
     BACKEND_MODE,
@@ -22,15 +23,20 @@ from tandem.engine.lmcache import (
 )
 from tandem.engine.machine import Machine
 from tandem.engine.pd_buffer import VARIABLE, PdBuffer
-from tandem.engine.pod_variables import DEFAULT_HASH_SEED
-from tandem.engine.roles import int_flag, literal_environment, model_config
+from tandem.engine.pod_variables import DEFAULT_HASH_SEED, lmcache_variable
+from tandem.engine.roles import int_flag, literal_environment, model_config, pd_spec
 
 BUFFER_SHARE = 8
 """One part in this many of the available memory is room for receive and send buffers on a CPU, all engines
 together: half of what KV caches take."""
 
-DEFAULT_VARIABLES = {"PYTHONHASHSEED": DEFAULT_HASH_SEED, "LMCACHE_TRACK_USAGE": "false"}
-"""What an engine with LMCache has unless the manifest says otherwise."""
+_PATH = "spec.kvCacheSpec"
+
+L1_SHARE = 8
+"""One part in this many of the available memory is L1, of all prefillers together: as much as the buffers."""
+
+L1_VARIABLE = lmcache_variable("max_local_cpu_size")
+"""In GiB: a manifest may have another."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,28 @@ class LMCacheHandOff:
     notify_port: int
     """Where prefillers tell the router that KV is there."""
     device: Literal["cpu", "cuda"]
+    cache: KvCache
+    """What prefillers keep."""
+    l1_bytes: int
+    """Of each prefiller, if it has L1."""
+    left_out: str | None = None
+    """What of kvCacheSpec is not there."""
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What was decided, one line each."""
+        yield self.buffer.reason
+        if self.cache.l1:
+            l2 = "" if self.cache.redis_url is None else ", and L2 in Redis behind it"
+            size = f"{self.l1_bytes / GIB:.1f} GiB of each prefiller, unless {L1_VARIABLE} says otherwise"
+            yield f"L1: {size}{l2}"
+        if self.left_out is not None:
+            yield self.left_out
+
+    def default_variables(self, role: Role) -> dict[str, str]:
+        """What an engine has unless the manifest says otherwise."""
+        l1 = {L1_VARIABLE: f"{self.l1_bytes / GIB:.3f}"} if self.cache.of_role(role) else {}
+        return {"PYTHONHASHSEED": DEFAULT_HASH_SEED, "LMCACHE_TRACK_USAGE": "false", **l1}
 
     def variables(self, role: Role, init_ports: Sequence[int], alloc_ports: Sequence[int]) -> dict[str, str]:
         """What an engine is told that takes KV on these ports, if it is a decoder."""
@@ -54,7 +82,9 @@ class LMCacheHandOff:
         else:
             side = Receiver(init_ports, alloc_ports, self.host)
         settings = hand_off_settings(side, buffer_bytes=self.buffer.bytes, backend="UCX", device=self.device)
-        return as_variables({"local_cpu": False, **settings, **BACKEND_MODE})
+        caches = cache_settings(self.cache, role, l1_bytes=self.l1_bytes)
+        caches.pop("max_local_cpu_size", None)
+        return as_variables({**caches, **settings, **BACKEND_MODE})
 
 
 def lmcache_hand_off(
@@ -79,6 +109,8 @@ def lmcache_hand_off(
         kv_cache_dtype=flag_value(args[Role.DECODE], "--kv-cache-dtype"),
     )
     on_cpu = machine.accelerator == "cpu"
+    caches, left_out = _caches(endpoint, on_cpu=on_cpu)
+    prefillers = pd_spec(endpoint).role(Role.PREFILL).replicas
     return LMCacheHandOff(
         buffer=receive_buffer(
             token,
@@ -91,4 +123,20 @@ def lmcache_hand_off(
         host=host,
         notify_port=notify_port,
         device="cpu" if on_cpu else "cuda",
+        cache=caches,
+        left_out=left_out,
+        l1_bytes=min(L1_BYTES, machine.memory_bytes // L1_SHARE // prefillers),
     )
+
+
+def _caches(endpoint: Endpoint, *, on_cpu: bool) -> tuple[KvCache, str | None]:
+    """What prefillers keep here, and a note where that is not what the resource asks for."""
+    asked = kv_cache(endpoint.spec)
+    if not on_cpu:
+        # LMCache's own connector keeps KV under keys that have the tag of one hand-off.
+        left_out = f"{_PATH}: left out; behind LMCache's own connector nothing that is kept is found again"
+        return replace(asked, l1=False), left_out if endpoint.spec.kv_cache_spec else None
+    if asked.l1 and asked.redis_url is not None and not asked.redis_url.startswith("redis://"):
+        left_out = f"{_PATH}.l2CacheSpec.l2CacheLocalUrl: left out; on a CPU it must be redis://HOST:PORT"
+        return replace(asked, redis_url=None), left_out
+    return asked, None

@@ -11,7 +11,7 @@ from tandem.config import Subscription
 from tandem.engine import cpu, kv_events
 from tandem.engine.args import POSITIONALS, has_flag, settings, switch, without
 from tandem.engine.errors import EngineError
-from tandem.engine.hand_off import DEFAULT_VARIABLES, LMCacheHandOff, lmcache_hand_off
+from tandem.engine.hand_off import LMCacheHandOff, lmcache_hand_off
 from tandem.engine.kv_transfer import (
     KV_LEASE_SECONDS,
     ConnectorChoice,
@@ -147,8 +147,11 @@ def plan(
         hand_off = lmcache_hand_off(
             endpoint, machine, model, args, engines=len(roles), host=host, notify_port=notify_port
         )
-        notes.add(hand_off.buffer.reason)
+        for decided in hand_off.notes:
+            notes.add(decided)
         args = {role: hand_off_flags(role, args[role], hand_off.step_tokens) for role in Role}
+    elif endpoint.spec.kv_cache_spec:
+        notes.add("spec.kvCacheSpec: without effect, as the engines run without LMCache")
     for (role, _), port in zip(roles, ports, strict=True):
         if port.kv_events is not None:
             _note_kv_events(endpoint, role, args[role], notes)
@@ -160,10 +163,10 @@ def plan(
     engines = []
     for i, (role, _) in enumerate(roles):
         owned = _owned_environment(machine, host, ports[i].side_channel, cores[i], gpus[i])
-        defaults = {}
+        defaults: dict[str, str] = {}
         if hand_off is not None:
             owned |= hand_off.variables(role, ports[i].init, ports[i].alloc)
-            defaults = DEFAULT_VARIABLES
+            defaults = hand_off.default_variables(role)
         env = _environment(endpoint, machine, args[role], defaults, owned, notes)
         transfer = kv_transfer_config(
             connector, role, machine.accelerator, lease_seconds=lease_seconds, name=f"{role}-{ports[i].http}"

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.engine import flag_value, int_flag
+from tandem.engine.hand_off import L1_VARIABLE
 from tandem.engine.kv_size import kv_bytes_per_token
+from tandem.engine.pod_variables import lmcache_variable
 from tandem.local.errors import LocalError
 
 OWN_BYTES = 1 << 30
@@ -30,11 +32,13 @@ class Need:
     role: str
     weights: int
     kv_cache: int
+    l1: int = 0
+    """What LMCache keeps beside the KV cache."""
     own: int = OWN_BYTES
 
     @property
     def bytes(self) -> int:
-        return self.weights + self.kv_cache + self.own
+        return self.weights + self.kv_cache + self.l1 + self.own
 
 
 def float_bytes(args: Sequence[str]) -> int:
@@ -71,6 +75,16 @@ def kv_cache_bytes(
     return int_flag(args, "--kv-cache-memory-bytes", most=_MOST_BYTES)
 
 
+def l1_bytes(environment: Mapping[str, str]) -> int:
+    """What LMCache takes at its start to keep KV in. (What is no size it says itself.)"""
+    if environment.get(lmcache_variable("local_cpu")) != "true":
+        return 0
+    try:
+        return max(0, int(float(environment.get(L1_VARIABLE, "0")) * (1 << 30)))
+    except (OverflowError, ValueError):
+        return 0
+
+
 def memory_problem(needed: Sequence[Need], available: int) -> LocalError | None:
     """What to say where the engines take more than is available, in bytes."""
     total = sum(need.bytes for need in needed)
@@ -78,7 +92,7 @@ def memory_problem(needed: Sequence[Need], available: int) -> LocalError | None:
         return None
     each = "; ".join(
         f"{count} × {need.role} {_gib(need.bytes)} (weights {_gib(need.weights)}, KV cache "
-        f"{_gib(need.kv_cache)}, its process {_gib(need.own)})"
+        f"{_gib(need.kv_cache)}, {f'L1 {_gib(need.l1)}, ' if need.l1 else ''}its process {_gib(need.own)})"
         for need, count in Counter(needed).items()
     )
     return LocalError(

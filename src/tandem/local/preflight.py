@@ -13,7 +13,7 @@ from tandem.local import builtin
 from tandem.local.errors import LocalError, ResourceError
 from tandem.local.fit import fit_problems
 from tandem.local.folders import write_problem
-from tandem.local.memory import Need, float_bytes, kv_cache_bytes, memory_problem
+from tandem.local.memory import Need, float_bytes, kv_cache_bytes, l1_bytes, memory_problem
 from tandem.local.model_folder import architecture_problem, read_config, read_files
 from tandem.local.ports import require_free
 from tandem.local.vllm_flags import find_sources
@@ -91,4 +91,5 @@ def _need(engine: EngineLaunch, weights: Weights, config: dict[str, Any]) -> Nee
         engine.role.value,
         weights.loaded_bytes(float_bytes(engine.argv)),
         kv_cache_bytes(engine.argv, engine.env, config) or 0,
+        l1_bytes(engine.env),
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 from tandem.api import Role
 from tandem.api.problem import one_line
+from tandem.engine import kv_cache
 from tandem.engine.lmcache import Receiver, Sender, hand_off_settings
-from tandem.engine.pd_buffer import CHUNK_TOKENS
 from tandem.engine.pod_ports import LMCACHE_ALLOC_PORT, LMCACHE_INIT_PORT
 from tandem.operator import names, sizes
 from tandem.operator.plan import Plan
@@ -44,16 +44,9 @@ def lmcache_yaml(plan: Plan, pool: Pool) -> str:
 
 
 def cache_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
-    """Chunks, L1 and L2. Decoders of a disaggregated endpoint have no caches: what they load was sent to
-    them. On its prefillers LMCache has L2 beside L1 alone: it moves blocks through L1's memory, which is else
-    missing."""
-    caches = pool.role is not Role.DECODE and plan.cache.l1
-    keys: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "save_unfull_chunk": False, "local_cpu": caches}
-    if caches:
-        keys["max_local_cpu_size"] = sizes.l1_cache(pool.gpus)[0] / sizes.GIB
-    if plan.cache.redis_url is not None and (caches or not plan.disaggregated):
-        keys |= {"remote_url": plan.cache.redis_url, "remote_serde": "naive"}
-    return keys
+    """Chunks, L1 and L2."""
+    l1_bytes, _ = sizes.l1_cache(pool.gpus)
+    return kv_cache.cache_settings(plan.cache, pool.role, l1_bytes=l1_bytes)
 
 
 def pd_settings(plan: Plan, pool: Pool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tandem.engine import (
     routing_strategy,
     wants_kv_events,
 )
+from tandem.engine.kv_cache import KvCache, kv_cache
 from tandem.engine.kv_size import model_names, token_size
 from tandem.engine.lmcache import equal_ranks, hand_off_step, receive_buffer
 from tandem.engine.pd_buffer import VARIABLE, PdBuffer
@@ -26,11 +27,9 @@ from tandem.operator.names import Names
 from tandem.operator.pools import Pool, disaggregated, pools
 from tandem.operator.settings import Settings
 from tandem.operator.wishes import (
-    KvCache,
     LoadBalancer,
     Metrics,
     instance_types,
-    kv_cache,
     load_balancer,
     metrics,
     routed,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tandem.config import RouterConfig
+from tandem.engine.kv_cache import L1_BYTES
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -102,7 +103,7 @@ def shared_memory(ranks: int) -> tuple[int, str]:
 
 def l1_cache(gpus: int) -> tuple[int, str]:
     """Bytes of host memory for each rank's KV blocks that left the GPU (LMCache's L1), one rank a GPU."""
-    size = 16 * GIB
+    size = L1_BYTES
     return size, f"L1: {quantity(size)} a rank, {quantity(size * max(1, gpus))} a pod"
 
 

@@ -62,29 +62,6 @@ def load_balancer(spec: Spec) -> LoadBalancer:
     )
 
 
-@dataclass(frozen=True)
-class KvCache:
-    l1: bool
-    redis_url: str | None
-    """The shared store, where it is Redis."""
-    tiered: bool
-    """Whether HyperPod's own tiered storage is asked for."""
-    file: str | None
-    """An LMCache configuration in the model container, in place of the rest."""
-
-
-def kv_cache(spec: Spec) -> KvCache:
-    given = section(spec.kv_cache_spec)
-    l2 = section(given.get("l2CacheSpec")) if given.get("enableL2Cache", False) else {}
-    backend = str(l2.get("l2CacheBackend", "")).lower()
-    return KvCache(
-        l1=given.get("enableL1Cache", True),
-        redis_url=l2.get("l2CacheLocalUrl") if "redis" in backend else None,
-        tiered="tieredstorage" in backend,
-        file=given.get("cacheConfigFile") or None,
-    )
-
-
 class Trigger(NamedTuple):
     path: str
     """Its field path."""

@@ -184,7 +184,7 @@ def _memory(plan: Plan, pool: Pool) -> str:
 
 
 def _has_l1(plan: Plan, pool: Pool) -> bool:
-    return plan.cache.l1 and pool.role is not Role.DECODE and config_maps.has_lmcache_file(plan)
+    return plan.cache.of_role(pool.role) and config_maps.has_lmcache_file(plan)
 
 
 def _engine_mounts(plan: Plan, pool: Pool) -> list[Object]:

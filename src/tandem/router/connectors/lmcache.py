@@ -10,7 +10,9 @@
 
 The tag (`lmcache.tag.req`, unique for each hand-off) enters the keys. A decode leg without it finds nothing
 and computes the prompt: that is the fallback when a notification is lost. It also keeps requests with the
-same text from taking each other's chunks.
+same text from taking each other's chunks. Where the request has a `cache_salt`, of which LMCache knows
+nothing, another tag stands for it: what prefillers keep of prompts (their L1 and L2, whose keys have this tag
+but not the first; see tandem_vllm.kv_tiers) is found under the same salt only, as in vLLM's own cache.
 
 A decoder frees chunks when they are read, and never else. So a prefill leg that has begun is not cancelled,
 and a hand-off that nobody uses is read by a release leg of one token. The buffer is the router's to keep:
@@ -20,6 +22,7 @@ chunks in its own buffer, so one rank's share stands for all.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +35,7 @@ from tandem.router.engines import Engine
 from tandem.router.random_ids import random_hex
 
 TAG = "lmcache.tag.req"
+SALT_TAG = "lmcache.tag.salt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,12 @@ class LMCacheAttempt:
         self._ranks = self._silent_ranks = ranks
         self._used = False
 
-    @property
-    def _tag(self) -> dict[str, Any]:
-        return {TAG: self.key}
+    def _tags(self, body: Body) -> dict[str, Any]:
+        salt = body.get("cache_salt")
+        if not isinstance(salt, str) or not salt:
+            return {TAG: self.key}
+        # In letters and digits, as LMCache splits keys at "@" and "%"; and salts are no one else's to read.
+        return {TAG: self.key, SALT_TAG: hashlib.sha256(salt.encode()).hexdigest()}
 
     def prepare_prefill(self, api: Api, body: Body) -> bytes:
         # Ports as lists: LMCache dies of a number. Without `ret_first_tok`: a prefill that is cancelled with
@@ -101,7 +108,7 @@ class LMCacheAttempt:
             "receiver_init_port": list(self._receiver.init_ports),
             "receiver_alloc_port": list(self._receiver.alloc_ports),
         }
-        return cut_to_one_token(api, body, {"disagg_spec": spec, **self._tag})
+        return cut_to_one_token(api, body, {"disagg_spec": spec, **self._tags(body)})
 
     def on_prefill_reply(self, reply: bytes) -> None:
         self._answered = True  # it says nothing of the hand-off; the notifications do
@@ -123,9 +130,9 @@ class LMCacheAttempt:
         if self.missing is not None or self._used:
             raise RuntimeError("the KV is there once, after the answer and every notification")
         self._used = True
-        return body.edited({"kv_transfer_params": self._tag})
+        return body.edited({"kv_transfer_params": self._tags(body)})
 
     def prepare_release(self, api: Api, body: Body) -> bytes | None:
         # The prefill leg's own body but for the parameters: the same prompt, and what one engine has accepted
         # the other does.
-        return cut_to_one_token(api, body, self._tag)
+        return cut_to_one_token(api, body, self._tags(body))
