@@ -39,7 +39,7 @@ print(json.dumps(found, default=str))
 KEYS = (
     "chunk_size,local_cpu,max_local_cpu_size,save_unfull_chunk,enable_pd,transfer_channel,nixl_backends,pd_role,"
     "pd_buffer_size,pd_buffer_device,pd_proxy_host,pd_proxy_port,pd_peer_host,pd_peer_init_port,"
-    "pd_peer_alloc_port,pd_backend_mode,remote_url,remote_serde,save_decode_cache"
+    "pd_peer_alloc_port,pd_backend_mode,remote_url,remote_serde,save_decode_cache,extra_config"
 )
 OF_HYPERPOD = Path(os.environ.get("LMCACHE_0_4_3", Path(sys.prefix) / "lmcache-0.4.3"))
 
@@ -124,6 +124,15 @@ def test_both_roles_are_halves_of_one_hand_off(library: str, tmp_path: Path, var
     assert (receiver["pd_role"], receiver["pd_peer_host"]) == ("receiver", "10.0.0.8")
     assert receiver["pd_peer_init_port"] == list(range(7300, 7308))
     assert receiver["pd_peer_alloc_port"] == list(range(7400, 7408))
+
+
+def test_an_l2_that_fails_does_not_end_hand_offs(library: str, tmp_path: Path) -> None:
+    """LMCache's own policy is to do nothing any more, which is to hand nothing over."""
+    shape = ("dpd-s3", {"spec.kvCacheSpec": {"enableL2Cache": True, "l2CacheSpec": L2}})
+    plan, made = planned(*shape), rendered(*shape)
+    pool = plan.pools[0]
+    (prefill,) = loaded(library, tmp_path, (lmcache_yaml(plan, pool), variables(engine(made, pool.role))))
+    assert prefill["extra_config"] == {"fallback_policy": "local_cpu"}
 
 
 def test_colocated_workers_have_l1_and_the_shared_store(library: str, tmp_path: Path) -> None:

@@ -64,8 +64,7 @@ class LMCacheHandOff:
         yield self.buffer.reason
         if self.cache.l1:
             l2 = "" if self.cache.redis_url is None else ", and L2 in Redis behind it"
-            size = f"{self.l1_bytes / GIB:.1f} GiB of each prefiller, unless {L1_VARIABLE} says otherwise"
-            yield f"L1: {size}{l2}"
+            yield f"L1: {self.l1_bytes / GIB:.1f} GiB of each prefiller{l2}; {L1_VARIABLE} sets another size"
         if self.left_out is not None:
             yield self.left_out
 

@@ -20,6 +20,8 @@ _WHY = {
     "local_cpu": "L1: KV blocks that leave the GPU stay in the pod's memory",
     "max_local_cpu_size": "GiB a rank",
     "remote_url": "L2: shared by the pods",
+    "extra_config": "where L2 fails the rest goes on; by default LMCache then does nothing at all, hand-offs "
+    "included",
     "save_unfull_chunk": "the last, shorter chunk of a prompt is sent too",
     "enable_pd": "prefill and decode on engines of their own",
     "nixl_backends": "LIBFABRIC over EFA, UCX over everything else",
@@ -46,7 +48,10 @@ def lmcache_yaml(plan: Plan, pool: Pool) -> str:
 def cache_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
     """Chunks, L1 and L2."""
     l1_bytes, _ = sizes.l1_cache(pool.gpus)
-    return kv_cache.cache_settings(plan.cache, pool.role, l1_bytes=l1_bytes)
+    keys = kv_cache.cache_settings(plan.cache, pool.role, l1_bytes=l1_bytes)
+    if "remote_url" in keys and keys["local_cpu"]:
+        keys["extra_config"] = {"fallback_policy": "local_cpu"}
+    return keys
 
 
 def pd_settings(plan: Plan, pool: Pool) -> dict[str, Any]:
