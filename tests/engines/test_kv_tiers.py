@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,6 +146,17 @@ async def test_a_prompt_that_vllm_has_forgotten_comes_from_host_memory(
     assert (kept.counters.received_tokens, kept.counters.computed_tokens) == (TOKENS - 1, 1)
     assert (kept.l1_bytes, kept.l2_bytes) == (TOKENS * TOKEN_BYTES, 0)
     assert judge(second, first, "from L1").acceptable
+    told = status(asking.up)["prefill-0"]["cache_bytes"]
+    assert (told["l1_read"], told["l2_read"]) == (TOKENS * TOKEN_BYTES, 0)
+
+
+def status(up: Up) -> dict[str, Any]:
+    """What `tandem status` tells of each process."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(up.state)}
+    words = [sys.executable, "-m", "tandem", "status", "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    (endpoint,) = json.loads(done.stdout)
+    return {process["name"]: process for process in endpoint["processes"]}
 
 
 async def test_of_a_prompt_that_only_begins_alike_the_rest_is_computed(
