@@ -4,7 +4,8 @@ LMCache's own host memory, with two differences:
 
 - **A hand-off's tag is not in the keys.** The router gives each hand-off a tag of its own, which enters
   LMCache's keys (see tandem.router.connectors.lmcache). Under such keys nothing that is kept would be found
-  again. All other tags stay, so prompts with another `cache_salt` share nothing.
+  again. All other tags stay, so prompts for another model or adapter, or with another `cache_salt`, share
+  nothing.
 - **Redis lies behind it**, in the place of LMCache's own remote store. A look-up fetches what Redis has into
   host memory, and finds it there: after that nothing can go wrong any more, where LMCache's own look-up
   promises what its store may fail to give, and the request fails. Redis has a patience of its own, after

@@ -123,12 +123,12 @@ def test_what_one_hand_off_computed_another_finds(tiers: Any, made: Made) -> Non
     assert not any(chunk.is_pinned for chunk in one.hot_cache.values())
 
 
-def test_prompts_with_another_salt_share_nothing(made: Made) -> None:
+def test_prompts_of_another_space_share_nothing(made: Made) -> None:
     one = made()
-    keep(one, [key(1, "a", salt="x")])
-    assert one.batched_contains([key(1, "b", salt="y")], pin=True) == 0
+    keep(one, [key(1, "a", space="x")])
+    assert one.batched_contains([key(1, "b", space="y")], pin=True) == 0
     assert one.batched_contains([key(1, "b")], pin=True) == 0
-    assert one.batched_contains([key(1, "b", salt="x")], pin=True) == 1
+    assert one.batched_contains([key(1, "b", space="x")], pin=True) == 1
 
 
 def test_a_restarted_engine_finds_in_redis_what_it_had(tiers: Any, made: Made, redis: RedisServer) -> None:

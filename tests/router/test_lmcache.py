@@ -16,7 +16,7 @@ from tandem.http import Origin
 from tandem.router.body import Body
 from tandem.router.classify import Api
 from tandem.router.connectors import LMCache, Receiver
-from tandem.router.connectors.lmcache import SALT_TAG, TAG, LMCacheAttempt
+from tandem.router.connectors.lmcache import SPACE_TAG, TAG, LMCacheAttempt
 from tandem.router.engines import Engine, EngineRole
 
 from .test_nixl import SAME, TOOLS
@@ -111,18 +111,19 @@ def test_a_tag_has_only_characters_that_lmcache_keeps() -> None:
 
 
 @APIS
-def test_another_tag_stands_for_a_salt_on_every_leg(api: Api) -> None:
-    def tags(salt: str) -> list[dict[str, Any]]:
-        body, begun = client(prompt="x", cache_salt=salt), handed_over()
-        legs = (begun.prepare_prefill, begun.prepare_release, begun.prepare_decode)
-        return [json.loads(prepare(api, body) or b"")["kv_transfer_params"] for prepare in legs]
+def test_another_tag_stands_for_model_and_salt_on_every_leg(api: Api) -> None:
+    """LMCache's keys have neither, and KV of one adapter is garbage to another."""
 
-    found = {salt: {each.get(SALT_TAG) for each in tags(salt)} for salt in ("a", "b@%ä", "")}
-    (a,), (b,), (none,) = found.values()
-    assert re.fullmatch("[0-9a-f]{64}", a)
-    assert re.fullmatch("[0-9a-f]{64}", b)
-    assert a != b
-    assert none is None
+    def tag(**fields: Any) -> str:
+        body, begun = client(prompt="x", **fields), handed_over()
+        legs = (begun.prepare_prefill, begun.prepare_release, begun.prepare_decode)
+        (found,) = {json.loads(leg(api, body) or b"")["kv_transfer_params"][SPACE_TAG] for leg in legs}
+        assert re.fullmatch("[0-9a-f]{64}", found)
+        return str(found)
+
+    spaces = [{"model": "m"}, {"model": "n"}, {"cache_salt": "m"}, {"model": "m", "cache_salt": "b@%ä"}]
+    assert len({tag(**fields) for fields in spaces}) == len(spaces)
+    assert tag(model="m", seed=1) == tag(model="m", seed=2, cache_salt="")
 
 
 # The order of things

@@ -10,9 +10,11 @@
 
 The tag (`lmcache.tag.req`, unique for each hand-off) enters the keys. A decode leg without it finds nothing
 and computes the prompt: that is the fallback when a notification is lost. It also keeps requests with the
-same text from taking each other's chunks. Where the request has a `cache_salt`, of which LMCache knows
-nothing, another tag stands for it: what prefillers keep of prompts (their L1 and L2, whose keys have this tag
-but not the first; see tandem_vllm.kv_tiers) is found under the same salt only, as in vLLM's own cache.
+same text from taking each other's chunks.
+
+Another tag (`lmcache.tag.space`) stands for what else KV depends on, of which LMCache knows nothing: the
+model, which may be an adapter, and the `cache_salt`. The keys of what prefillers keep (their L1 and L2; see
+tandem_vllm.kv_tiers) have this tag and not the first, so that it is found for the same model and salt only.
 
 A decoder frees chunks when they are read, and never else. So a prefill leg that has begun is not cancelled,
 and a hand-off that nobody uses is read by a release leg of one token. The buffer is the router's to keep:
@@ -23,6 +25,7 @@ chunks in its own buffer, so one rank's share stands for all.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +38,7 @@ from tandem.router.engines import Engine
 from tandem.router.random_ids import random_hex
 
 TAG = "lmcache.tag.req"
-SALT_TAG = "lmcache.tag.salt"
+SPACE_TAG = "lmcache.tag.space"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,11 @@ class LMCacheAttempt:
         self._used = False
 
     def _tags(self, body: Body) -> dict[str, Any]:
-        salt = body.get("cache_salt")
-        if not isinstance(salt, str) or not salt:
+        space = json.dumps([body.get("model"), body.get("cache_salt") or None])
+        if space == "[null, null]":
             return {TAG: self.key}
         # In letters and digits, as LMCache splits keys at "@" and "%"; and salts are no one else's to read.
-        return {TAG: self.key, SALT_TAG: hashlib.sha256(salt.encode()).hexdigest()}
+        return {TAG: self.key, SPACE_TAG: hashlib.sha256(space.encode()).hexdigest()}
 
     def prepare_prefill(self, api: Api, body: Body) -> bytes:
         # Ports as lists: LMCache dies of a number. Without `ret_first_tok`: a prefill that is cancelled with
