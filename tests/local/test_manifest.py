@@ -45,6 +45,14 @@ def test_mistakes_in_all_of_them_are_told_first(file: Path) -> None:
     assert problem.endswith("error IEC101 spec.pdSpecs: is not a field; did you mean pdSpec?")
 
 
+def test_a_mode_in_which_lmcache_hands_over_garbage_is_refused_before_anything_starts(file: Path) -> None:
+    hash_seed = '{name: PYTHONHASHSEED, value: "0"}'
+    layerwise = S3.replace(hash_seed, '{name: LMCACHE_USE_LAYERWISE, value: "true"}')
+    (problem,) = refusal(layerwise, file)
+    assert "error IEC409 spec.worker.environmentVariables[1].value: LMCACHE_USE_LAYERWISE" in problem
+    assert "LMCache #1174" in problem
+
+
 @pytest.mark.parametrize(
     ("path", "has"),
     [

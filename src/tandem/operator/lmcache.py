@@ -21,6 +21,7 @@ _WHY = {
     "max_local_cpu_size": "GiB a rank",
     "remote_url": "L2: shared by the pods",
     "save_unfull_chunk": "the last, shorter chunk of a prompt is sent too",
+    "use_layerwise": "layer by layer nothing is handed over (LMCache #1174)",
     "enable_pd": "prefill and decode on engines of their own",
     "nixl_backends": "LIBFABRIC over EFA, UCX over everything else",
     "pd_role": "sender: prefills and pushes; receiver: decodes",

@@ -73,6 +73,7 @@ _ERRORS = {
     "IEC406": "Prefillers and decoders cannot work together",
     "IEC407": "--port is not the port of modelInvocationPort",
     "IEC408": "A flag that hides the engine from the router",
+    "IEC409": "A mode in which LMCache hands over garbage or hangs",
 }
 
 _WARNINGS = {
