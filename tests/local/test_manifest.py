@@ -53,6 +53,13 @@ def test_a_mode_in_which_lmcache_hands_over_garbage_is_refused_before_anything_s
     assert "LMCache #1174" in problem
 
 
+def test_a_buffer_may_be_small_as_it_is_for_small_models(file: Path) -> None:
+    """Of how many bytes a chunk is, the manifest says nothing."""
+    file.write_text(S3.replace("8589934592", "35389440"))
+    (size, _) = read_manifest(file).endpoint.spec.worker.environment_variables
+    assert size.value == "35389440"
+
+
 @pytest.mark.parametrize(
     ("path", "has"),
     [

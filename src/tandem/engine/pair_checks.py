@@ -233,7 +233,7 @@ def _buffer(
     try:
         buffer = pd_buffer(token, longest=longest, given=given)
     except ValueError as error:
-        yield Found("IEC233", at, f"{VARIABLE}: {error}")
+        yield Found("IEC237", at, f"{VARIABLE}: {error}")
         return
     if complaint := buffer.complaint(longest):
         yield Found("IEC707", at, f"{VARIABLE}: {complaint}. {buffer.reason}")
