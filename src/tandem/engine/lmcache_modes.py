@@ -36,8 +36,9 @@ def wrong_transfer(args: Sequence[str]) -> Iterator[str]:
         extra = own_settings(args, "--kv-transfer-config").get("kv_connector_extra_config")
     except EngineError:
         return  # no JSON, which is told
-    for key in _WRONG if isinstance(extra, dict) else ():
-        if told := _told(f"lmcache.{key}", key, extra.get(f"lmcache.{key}")):
+    given = extra if isinstance(extra, dict) else {}
+    for key in _WRONG:
+        if told := _told(f"lmcache.{key}", key, given.get(f"lmcache.{key}")):
             yield told
 
 
