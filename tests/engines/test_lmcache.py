@@ -126,6 +126,7 @@ async def started_again(
             await asyncio.sleep(0.5)
 
 
+@pytest.mark.slow
 async def test_a_prefiller_that_is_killed_at_work_comes_back_and_its_prompt_is_answered(
     lmcache: Up, client: httpx.AsyncClient, counter: PromptCounter
 ) -> None:
