@@ -252,12 +252,14 @@ COMPLAINTS: tuple[Complaint, ...] = (
         "LMCache #1350",
         "decode begins before the KV is there",
         "router/test_handover.py::test_the_decode_leg_waits_for_the_notification_of_every_rank",
+        "engines/test_lmcache_faults.py::test_a_notification_that_is_late",
     ),
     _c(
         (42,),
         "LMCache #1258, #2510, #2080, #1337, #1339, #1990, #2365",
         "a full receive buffer stalls everything",
         "router/test_handover_room.py::test_more_prompts_than_a_buffer_holds_are_served_in_order_of_arrival",
+        "engines/test_lmcache_faults.py::test_a_full_receiver_keeps_prompts_waiting_and_no_engine",
     ),
     _c(
         (43,),
@@ -265,6 +267,7 @@ COMPLAINTS: tuple[Complaint, ...] = (
         "chunks leak in the receive buffer",
         "router/test_handover.py::test_whatever_a_failing_prefiller_has_written_is_freed",
         "router/test_handover.py::test_a_decode_leg_that_fails_is_repaired_and_its_kv_freed",
+        "engines/test_lmcache_faults.py::test_nothing_of_a_client_that_left_stays_in_the_buffer",
     ),
     _c(
         (45,),

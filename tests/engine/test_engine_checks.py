@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -292,6 +293,48 @@ def test_a_role_that_seeds_hashes_otherwise_finds_no_kv_of_lmcaches(
     resource["spec"]["worker"]["image"] = image
     resource["spec"]["pdSpec"] = {"prefillSpec": GPU, "decodingSpec": GPU}
     assert [(f.rule, f.path) for f in validate(resource).findings] == said
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "issue"),
+    [
+        ("use_layerwise", "True", "#1174"),
+        ("use_layerwise", "1", "#1174"),
+        ("use_layerwise", "false", None),
+        ("pd_backend_mode", "async", "#2847"),
+        ("pd_backend_mode", "'async'", "#2847"),
+        ("pd_backend_mode", "sync", None),
+    ],
+)
+def test_a_mode_in_which_lmcache_hands_over_garbage_is_refused_with_the_reason(
+    setting: str, value: str, issue: str | None
+) -> None:
+    variable = {"name": f"LMCACHE_{setting.upper()}", "value": value}
+    transfer = {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_connector_extra_config": {f"lmcache.{setting}": value},
+    }
+    flags = ["--kv-transfer-config", json.dumps(transfer)]
+    own = {"tandem.dev/prefill-env": json.dumps([variable])}
+    for path, noted, worker in (
+        ("spec.worker.environmentVariables[0].value", {}, {"environmentVariables": [variable]}),
+        ("metadata.annotations[tandem.dev/prefill-env][0].value", own, {"image": LMCACHE}),
+        ("spec.worker.args[0]", {}, {"args": flags}),
+    ):
+        resource = copy.deepcopy(RESOURCE)
+        resource["metadata"]["annotations"] = noted
+        resource["spec"]["worker"] |= worker
+        resource["spec"]["pdSpec"] = {"prefillSpec": GPU, "decodingSpec": GPU}
+        errors = validate(resource).errors
+        assert [(e.rule, e.path) for e in errors] == ([("IEC409", path)] if issue else [])
+        assert all(f"LMCache {issue}" in e.message for e in errors)
+        resource["metadata"]["annotations"] = {**noted, "tandem.dev/connector": "nixl"}
+        assert validate(resource).errors == (), "over NIXL it says nothing"
+
+
+def test_without_a_hand_off_layers_may_go_one_by_one() -> None:
+    layerwise = [{"name": "LMCACHE_USE_LAYERWISE", "value": "true"}]
+    assert judged(spec={"pdSpec": None}, args=["--model=m"], environmentVariables=layerwise) == []
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_lmcache_reads_both_halves_of_a_hand_off(
         assert config.pd_buffer_device == ("cpu" if machine == "cpu" else "cuda")
         assert config.local_cpu is (role is Role.PREFILL and machine == "cpu")
         assert config.remote_url is None
+        assert not config.use_layerwise
         if role is Role.PREFILL:
             assert config.pd_role == "sender"
             assert (config.pd_proxy_host, int(config.pd_proxy_port)) == ("127.0.0.1", 7500)
@@ -159,10 +160,16 @@ def test_roles_with_other_ranks_cannot_hand_over(model: Path) -> None:
 
 
 def test_variables_of_a_hand_off_in_the_manifest_are_replaced_and_it_is_told(model: Path) -> None:
-    layerwise = [{"name": "LMCACHE_PD_BACKEND_MODE", "value": "async"}]
-    found = planned(endpoint(annotations=ASKS, env=layerwise), WITH_LMCACHE["cpu"], model)
-    assert {engine.env["LMCACHE_PD_BACKEND_MODE"] for engine in found.engines} == {"sync"}
-    assert any("LMCACHE_PD_BACKEND_MODE" in note and "replaced" in note for note in found.notes)
+    """Also where validation had no say, as its resource was for NIXL."""
+    for name, value, own in (
+        ("LMCACHE_PD_BACKEND_MODE", "async", "sync"),
+        ("LMCACHE_USE_LAYERWISE", "true", "false"),
+    ):
+        found = planned(
+            endpoint(annotations=ASKS, env=[{"name": name, "value": value}]), WITH_LMCACHE["cpu"], model
+        )
+        assert {engine.env[name] for engine in found.engines} == {own}
+        assert any(name in note and "replaced" in note for note in found.notes)
 
 
 REDIS = {"l2CacheBackend": "redis", "l2CacheLocalUrl": "redis://cache:6379"}

@@ -24,15 +24,16 @@ from tandem.config import RouterConfig
 from tandem.http import Client, HTTPClientError, Origin, Request, Responder, Server, serve
 from tandem.prompt import PromptCounter
 from tandem.router.app import App, running
+from tandem.router.connectors.lmcache import TAG
 
 from . import contract
 from .cases import MODEL
 
-Kind = Literal["prefill", "decode", "alone", "count", "canary", "other"]
+Kind = Literal["prefill", "decode", "alone", "release", "count", "canary", "other"]
 
 PATIENCE_SECONDS = 60.0
 """For what has to happen soon, on a machine that does other things too."""
-_OF_REQUESTS: tuple[Kind, ...] = ("prefill", "decode", "alone", "count")
+_OF_REQUESTS: tuple[Kind, ...] = ("prefill", "decode", "alone", "release", "count")
 _SILENCE_SECONDS = 600.0
 _BODY_BYTES = 64 << 20
 
@@ -151,8 +152,17 @@ def _leg(request: Request) -> Leg:
     if request.path not in ("/v1/completions", "/v1/chat/completions"):
         return Leg("other", None)
     params = json.loads(request.body).get("kv_transfer_params")
-    kind: Kind = "alone" if params is None else "prefill" if params["do_remote_decode"] else "decode"
-    return Leg("canary" if request.header(b"x-tandem-canary") else kind, params)
+    return Leg(_kind(request, params), params)
+
+
+def _kind(request: Request, params: dict[str, Any] | None) -> Kind:
+    if (request.header(b"x-request-id") or b"").endswith(b"-release"):
+        return "release"
+    if request.header(b"x-tandem-canary"):
+        return "canary"
+    if params is None:
+        return "alone"
+    return "prefill" if params.get("do_remote_decode") or "disagg_spec" in params else "decode"
 
 
 @dataclass
@@ -291,10 +301,14 @@ class Endpoint:
             if transport is not None and transport.get_extra_info("sockname") == leg.router:
                 connection.watchdog.set(0)
 
-    def params_used(self) -> Counter[tuple[str, str]]:
-        """How often each hand-off's parameters reached a decoder: (engine id, request id)."""
-        sent = (leg.params for each in self.decode for leg in each.legs if leg.params is not None)
-        return Counter((p["remote_engine_id"], p["remote_request_id"]) for p in sent)
+    def params_used(self) -> Counter[tuple[str, ...]]:
+        """How often each hand-off's parameters reached a decoder: NIXL's (engine id, request id), LMCache's
+        (tag,). A release reads what nobody else has read, and may be tried again."""
+        legs = (leg for each in self.decode for leg in each.legs if leg.kind != "release")
+        sent = (leg.params for leg in legs if leg.params is not None)
+        return Counter(
+            (p[TAG],) if TAG in p else (p["remote_engine_id"], p["remote_request_id"]) for p in sent
+        )
 
 
 @asynccontextmanager

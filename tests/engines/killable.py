@@ -1,17 +1,18 @@
-"""Real engines that a test may kill, freeze and start again.
+"""Real engines that a test may kill, freeze and start again, each in a process group of its own.
 
-Two prefillers and two decoders with a tiny model, started as `tandem up` would start them, but with a short
-lease, and with prefills that take many steps.
+`planned`: two prefillers and two decoders with a tiny model, started as `tandem up` would start them, but
+with a short lease, and with prefills that take many steps.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tandem.local import launch
 from tandem.local.plan import LOOPBACK
 from tandem.local.ports import engine_ports
 
-from .between import until
+from .between import Between, until
 from .conftest import wait_for
 from .processes import of_group
 
@@ -113,8 +114,43 @@ class Engines:
     def all(self) -> list[Engine]:
         return [*self.prefill, *self.decode]
 
+    @classmethod
+    def of(cls, launches: Sequence[EngineLaunch], folder: Path) -> Engines:
+        """None of them started; their logs go to a folder."""
+        engines = [Engine(how, folder / f"{how.name}.log") for how in launches]
+        return cls(
+            prefill=[e for e in engines if e.how.role is Role.PREFILL],
+            decode=[e for e in engines if e.how.role is Role.DECODE],
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """They are up in the block; after it no process may be left."""
+        async with AsyncExitStack() as stack:
+            for engine in self.all:
+                engine.start()
+                stack.push_async_callback(engine.stop)
+            for engine in self.all:
+                engine.wait()
+            yield
+
     def at(self, url: str) -> Engine:
         return next(engine for engine in self.all if engine.url == url)
+
+    async def kill(self, stand: Between) -> None:
+        """Kill an engine; its port is closed then."""
+        self.at(stand.engine).signal(signal.SIGKILL)
+        await stand.refuse()
+
+    async def revive(self, *stands: Between) -> None:
+        """Start killed engines again, at their ports."""
+        dead = [self.at(stand.engine) for stand in stands]
+        for engine in dead:
+            await engine.stop()
+            engine.start()
+        await asyncio.gather(*(asyncio.to_thread(engine.wait) for engine in dead))
+        for stand in stands:
+            await stand.accept()
 
 
 def planned(python: str, model: Path, folder: Path) -> Engines:
@@ -122,8 +158,4 @@ def planned(python: str, model: Path, folder: Path) -> Engines:
     endpoint, _ = parse_endpoint(MANIFEST, source="engines that may be killed")
     ports = engine_ports(2 * COUNT, LOOPBACK)  # none that the kernel gives to connections meanwhile
     made = plan(endpoint, detect(python), model, ports, lease_seconds=LEASE_SECONDS)
-    engines = [Engine(how, folder / f"{how.name}.log") for how in made.engines]
-    return Engines(
-        prefill=[e for e in engines if e.how.role is Role.PREFILL],
-        decode=[e for e in engines if e.how.role is Role.DECODE],
-    )
+    return Engines.of(made.engines, folder)

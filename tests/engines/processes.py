@@ -34,6 +34,13 @@ def cpu_seconds(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def unread_bytes(port: int) -> int:
+    """What has come to connections of a TCP port (IPv4) and was not read yet."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    mine = (f for f in lines if int(f[1].rpartition(":")[2], 16) == port and f[3] == "01")  # established
+    return sum(int(f[4].partition(":")[2], 16) for f in mine)
+
+
 def unused_shared_memory() -> set[str]:
     """Files in /dev/shm that no process has mapped or open: somebody has left them behind. Those of engines
     that others run here are in use.

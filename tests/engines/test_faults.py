@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,7 @@ async def engines(
 ) -> AsyncIterator[Engines]:
     """At the end no engine may have anything in hand, nor a process be left."""
     made = planned(smollm2.plan["engines"][0]["argv"][0], tiny, tmp_path_factory.mktemp("killable"))
-    async with AsyncExitStack() as stack:
-        for engine in made.all:
-            engine.start()
-            stack.push_async_callback(engine.stop)
-        for engine in made.all:
-            engine.wait()
+    async with made.running():
         yield made
         await at_rest([engine.url for engine in made.all], within=LEASE_SECONDS + PATIENCE_SECONDS)
 
@@ -118,21 +112,6 @@ class Case:
                 await asyncio.gather(passing, return_exceptions=True)
         await asyncio.to_thread(engine.wait)
 
-    async def kill(self, stand: Between) -> None:
-        """Kill an engine; its port is closed then."""
-        self.engines.at(stand.engine).signal(signal.SIGKILL)
-        await stand.refuse()
-
-    async def revive(self, *stands: Between) -> None:
-        """Start killed engines again, at their ports."""
-        dead = [self.engines.at(stand.engine) for stand in stands]
-        for engine in dead:
-            await engine.stop()
-            engine.start()
-        await asyncio.gather(*(asyncio.to_thread(engine.wait) for engine in dead))
-        for stand in stands:
-            await stand.accept()
-
     async def recovers(self) -> None:
         """All engines are in use: of four prompts at once each gets its share, and no leg fails."""
         await self.endpoint.proved()
@@ -165,7 +144,7 @@ async def test_killed_prefillers(case: Case) -> None:
     """One in the middle of its prefill, and then the other when its KV is about to be read."""
     async with case.endpoint.sending(case.prompt(CONTEXT - 1000, stream=True)) as sent:
         first = await case.working(case.prefill, "prefill")
-        await case.kill(first)
+        await case.engines.kill(first)
         await sent.task
     assert sent.is_whole
     (second,) = (each for each in case.prefill if each is not first)
@@ -178,21 +157,21 @@ async def test_killed_prefillers(case: Case) -> None:
         decoder.holds.add("decode")
     async with case.endpoint.sending(case.prompt()) as sent:
         await until(lambda: any(decoder.under_way("decode") for decoder in case.decode))
-        await case.kill(second)
+        await case.engines.kill(second)
         for decoder in case.decode:
             decoder.holds.clear()
             decoder.go_on.set()
         await sent.task
     assert sent.is_whole
     assert sent.headers["x-tandem-path"] == "decode_only"
-    await case.revive(first, second)
+    await case.engines.revive(first, second)
 
 
 async def test_killed_decoders(case: Case) -> None:
     """One before it has answered a byte, and then the other in the middle of a stream."""
     async with case.endpoint.sending(case.prompt(max_tokens=600)) as sent:
         first = await case.working(case.decode, "decode")
-        await case.kill(first)
+        await case.engines.kill(first)
         await sent.task
     assert sent.is_whole
     assert sum(each.seen("prefill") for each in case.prefill) == 2, "parameters are there for one decoder"
@@ -202,7 +181,7 @@ async def test_killed_decoders(case: Case) -> None:
     (second,) = (each for each in case.decode if each is not first)
     async with case.endpoint.sending(case.prompt(max_tokens=2000, stream=True)) as sent:
         await until(lambda: sent.tokens >= 3)
-        await case.kill(second)
+        await case.engines.kill(second)
         await sent.task
     assert is_broken_off(sent)
     expected += Counter({BROKEN_OFF: 1, ("decode", "closed"): 1})
@@ -213,7 +192,7 @@ async def test_killed_decoders(case: Case) -> None:
     assert refused.status == 503
     assert int(refused.headers["retry-after"]) > 0
     assert await case.endpoint.counted() == expected + Counter({("none", "undecided", "failed"): 1})
-    await case.revive(first, second)
+    await case.engines.revive(first, second)
 
 
 async def test_hung_prefillers(case: Case) -> None:

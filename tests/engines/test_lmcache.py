@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from tandem.bench.scrape import scrape
 from tandem.local.manifest import read_manifest
 from tandem.prompt import PromptCounter, load
 
+from . import processes
 from .answers import fresh_prompt, greedy, judge, right_at_once
 from .conftest import Up, start_up, stop_up
 
@@ -99,27 +101,61 @@ async def reserved(client: httpx.AsyncClient, up: Up, chunks: int) -> None:
             await asyncio.sleep(0.2)
 
 
+def pids(up: Up) -> dict[str, int | None]:
+    (state,) = up.state.glob("**/state.json")
+    return {p["name"]: p["pid"] for p in json.loads(state.read_text())["processes"]}
+
+
+def kill(up: Up, name: str) -> None:
+    pid = pids(up)[name]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def started_again(
+    client: httpx.AsyncClient, up: Up, before: Mapping[str, int | None], *names: str
+) -> None:
+    """Wait until engines are other processes than before, and the router uses every pair."""
+    async with asyncio.timeout(150):
+        while True:
+            now = pids(up)
+            if all(now[name] not in (None, before[name]) for name in names):
+                answer = await client.get(f"{up.url}/ready")
+                if answer.status_code == 200 and not answer.json().get("unproved"):
+                    return
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.slow
+async def test_a_prefiller_that_is_killed_at_work_comes_back_and_its_prompt_is_answered(
+    lmcache: Up, client: httpx.AsyncClient, counter: PromptCounter
+) -> None:
+    before = pids(lmcache)
+    prompt = fresh_prompt(counter, 1800)
+    engine = processes.with_argument(f"--port\0{urlsplit(lmcache.prefill[0]).port}")
+    used = processes.cpu_seconds(engine)
+    asking = asyncio.create_task(greedy(client, lmcache.url, prompt))
+    async with asyncio.timeout(60):
+        while processes.cpu_seconds(engine) < used + 0.5:
+            await asyncio.sleep(0.02)
+    kill(lmcache, "prefill-0")
+    answer = await asking
+    assert answer.headers["x-tandem-path"] == "decode_only"
+    reference = await greedy(client, lmcache.decode[0], prompt, cache_salt="alone")
+    assert judge(answer, reference, "a prefiller was killed").acceptable
+    await started_again(client, lmcache, before, "prefill-0")
+    assert pids(lmcache)["decode-0"] == before["decode-0"]
+    answer = await greedy(client, lmcache.url, fresh_prompt(counter, 700))
+    assert answer.headers["x-tandem-path"] == "disaggregated"
+
+
 async def test_a_decoder_that_was_restarted_is_met_again_by_a_new_prefiller(
     lmcache: Up, client: httpx.AsyncClient, counter: PromptCounter
 ) -> None:
     """The old one would write into nothing for ever."""
-    (state,) = lmcache.state.glob("**/state.json")
-
-    def pids() -> dict[str, int | None]:
-        return {p["name"]: p["pid"] for p in json.loads(state.read_text())["processes"]}
-
-    before = pids()
-    decoder = before["decode-0"]
-    assert decoder is not None
-    os.kill(decoder, signal.SIGKILL)
-    async with asyncio.timeout(150):
-        while True:
-            now = pids()
-            if all(now[name] not in (None, before[name]) for name in ("prefill-0", "decode-0")):
-                answer = await client.get(f"{lmcache.url}/ready")
-                if answer.status_code == 200 and not answer.json().get("unproved"):
-                    break
-            await asyncio.sleep(0.5)
+    before = pids(lmcache)
+    kill(lmcache, "decode-0")
+    await started_again(client, lmcache, before, "prefill-0", "decode-0")
     prompt = fresh_prompt(counter, 700)
     answer = await greedy(client, lmcache.url, prompt)
     assert answer.headers["x-tandem-path"] == "disaggregated"

@@ -45,6 +45,21 @@ def test_mistakes_in_all_of_them_are_told_first(file: Path) -> None:
     assert problem.endswith("error IEC101 spec.pdSpecs: is not a field; did you mean pdSpec?")
 
 
+def test_a_mode_in_which_lmcache_hands_over_garbage_is_refused_before_anything_starts(file: Path) -> None:
+    hash_seed = '{name: PYTHONHASHSEED, value: "0"}'
+    layerwise = S3.replace(hash_seed, '{name: LMCACHE_USE_LAYERWISE, value: "true"}')
+    (problem,) = refusal(layerwise, file)
+    assert "error IEC409 spec.worker.environmentVariables[1].value: LMCACHE_USE_LAYERWISE" in problem
+    assert "LMCache #1174" in problem
+
+
+def test_a_buffer_may_be_small_as_it_is_for_small_models(file: Path) -> None:
+    """Of how many bytes a chunk is, the manifest says nothing."""
+    file.write_text(S3.replace("8589934592", "35389440"))
+    (size, _) = read_manifest(file).endpoint.spec.worker.environment_variables
+    assert size.value == "35389440"
+
+
 @pytest.mark.parametrize(
     ("path", "has"),
     [

@@ -50,6 +50,7 @@ OTHERS_REFUSE = {
     "IEC406": "vLLM: roles whose KV differs, which nothing rendered shows",
     "IEC407": "the router finds no engine on another port",
     "IEC408": "the router finds no engine behind a socket or TLS",
+    "IEC409": "LMCache: its modes, for which Tandem's own stands in what is rendered",
 }
 """Errors with which objects can still be made, and who refuses what comes of them."""
 

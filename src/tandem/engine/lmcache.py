@@ -48,6 +48,7 @@ def hand_off_settings(
     keys: dict[str, Any] = {
         "chunk_size": CHUNK_TOKENS,
         "save_unfull_chunk": True,
+        "use_layerwise": False,
         "enable_pd": True,
         "transfer_channel": "nixl",
         "nixl_backends": [backend],

@@ -16,6 +16,7 @@ from tandem.engine.errors import EngineError
 from tandem.engine.flag_checks import Flags
 from tandem.engine.kv_size import model_names, token_size
 from tandem.engine.kv_transfer import choose_connector
+from tandem.engine.lmcache_modes import wrong_transfer
 from tandem.engine.pd_buffer import VARIABLE, given_bytes, pd_buffer
 from tandem.engine.pod_ports import MOST_LMCACHE_RANKS
 from tandem.engine.pod_variables import DEFAULT_HASH_SEED
@@ -118,6 +119,7 @@ def _connector(
     yield from _hash_seeds(subject)
     yield from _prefix_cache(of_role[Role.DECODE])
     yield from _ranks(of_role)
+    yield from _modes(of_role)
 
 
 def _one_router(subject: Subject) -> Iterator[Found]:
@@ -153,6 +155,14 @@ def _ranks(of_role: Mapping[Role, Flags]) -> Iterator[Found]:
         said = f"--tensor-parallel-size is {ranks[0]} for prefillers and {ranks[1]} for decoders"
         at = _place("--tensor-parallel-size", of_role[Role.DECODE], of_role[Role.PREFILL])
         yield Found("IEC406", at, f"{said}; LMCache hands over from rank to rank, so both must be the same")
+
+
+def _modes(of_role: Mapping[Role, Flags]) -> Iterator[Found]:
+    """Modes that `--kv-transfer-config` asks for; `owned_checks` tells of variables that do."""
+    for flags in of_role.values():
+        if last := flags.last("--kv-transfer-config"):
+            for why in wrong_transfer(flags.args):
+                yield Found("IEC409", last[1], why)
 
 
 def _hash_seeds(subject: Subject) -> Iterator[Found]:
@@ -223,7 +233,7 @@ def _buffer(
     try:
         buffer = pd_buffer(token, longest=longest, given=given)
     except ValueError as error:
-        yield Found("IEC233", at, f"{VARIABLE}: {error}")
+        yield Found("IEC237", at, f"{VARIABLE}: {error}")
         return
     if complaint := buffer.complaint(longest):
         yield Found("IEC707", at, f"{VARIABLE}: {complaint}. {buffer.reason}")

@@ -17,6 +17,7 @@ each other's KV."""
 HAND_OFF_KEYS = (
     "chunk_size",
     "save_unfull_chunk",
+    "use_layerwise",
     "enable_pd",
     "transfer_channel",
     "nixl_backends",

@@ -12,6 +12,7 @@ from tandem.api.crd.structural import Location
 from tandem.api.validation import Found, Subject
 from tandem.api.validation.subject import objects_in
 from tandem.engine import pod_variables
+from tandem.engine.lmcache_modes import wrong_variable
 from tandem.engine.pd_buffer import VARIABLE as PD_BUFFER
 
 OF_ALL = "spec.worker.environmentVariables"
@@ -64,13 +65,18 @@ def hash_seed(value: str) -> int | None:
 
 
 def owned_checks(subject: Subject, connector: str, *, cached: bool) -> Iterator[Found]:
-    """Variables that are replaced. `cached`: whether a colocated endpoint's engines keep KV in LMCache."""
+    """Variables that are replaced, or refused. `cached`: whether a colocated endpoint's engines keep KV in
+    LMCache."""
     owned = pod_variables.owned_variables(connector, disaggregated=subject.disaggregated, cached=cached)
     for role in (None, *Role):
         for at, variable in variables(subject, role):
             match variable:
                 case {"name": pod_variables.POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}:
                     pass  # as Tandem sets it
+                case {"name": str(name), "value": value} if name in owned and (
+                    why := wrong_variable(name, value)
+                ):
+                    yield Found("IEC409", (*at, "value"), why)
                 case {"name": str(name)} if name in owned:
                     instead = f"; {_INSTEAD[name]} instead" if name in _INSTEAD else ""
                     yield Found("IEC521", at, f"{name} is replaced: Tandem sets it for each pod{instead}")

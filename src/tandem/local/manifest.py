@@ -19,6 +19,8 @@ from tandem.local.fields import has_local_meaning
 _ABOUT_PODS = {"IEC519", "IEC705", "IEC707", "IEC709", "IEC713", "IEC723", "IEC724"}
 """Warnings of fields that have a meaning here too, about what is otherwise on one machine, or told in other
 words."""
+_OF_THE_MODEL = "IEC237"
+"""An error that hangs on the model's sizes. Here they are known when engines are planned, which tells it."""
 _ON_HYPERPOD = "IEC6"
 _OF_BUILTIN_MODEL = ("--max-model-len", "--kv-cache-memory-bytes")
 
@@ -38,7 +40,7 @@ def read_manifest(
     """The one endpoint of a file, or the built-in one; that one without what its flags say of the built-in
     model's sizes where `another_model` is served. `connector`: in the place of the annotation's.
 
-    Raises InvalidResource with all that `tandem validate` calls an error, or ResourceError where there is no
+    Raises InvalidResource with what `tandem validate` calls an error, or ResourceError where there is no
     such file.
     """
     if file is None:
@@ -54,8 +56,8 @@ def read_manifest(
     except OSError as error:
         raise ResourceError(f"{file}: {error.strerror}") from None
     report = validate_text(text, str(file))
-    if report.errors:
-        raise InvalidResource(str(file), [_problem(finding) for finding in report.errors])
+    if errors := [finding for finding in report.errors if finding.rule != _OF_THE_MODEL]:
+        raise InvalidResource(str(file), [_problem(finding) for finding in errors])
     return _handing_over(
         Manifest(*parse_endpoint(text, source=str(file)), _warnings(report, file)), connector
     )

@@ -23,6 +23,7 @@ _WHY = {
     "extra_config": "where L2 fails the rest goes on; by default LMCache then does nothing at all, hand-offs "
     "included",
     "save_unfull_chunk": "the last, shorter chunk of a prompt is sent too",
+    "use_layerwise": "layer by layer nothing is handed over (LMCache #1174)",
     "enable_pd": "prefill and decode on engines of their own",
     "nixl_backends": "LIBFABRIC over EFA, UCX over everything else",
     "pd_role": "sender: prefills and pushes; receiver: decodes",

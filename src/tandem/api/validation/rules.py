@@ -61,6 +61,7 @@ _ERRORS = {
     "IEC234": "The weights' volume has a name that is taken",
     "IEC235": "A path that is not plain",
     "IEC236": "A volume has the name of the one that is made for the weights",
+    "IEC237": "A PD buffer smaller than one chunk of KV",
     # Annotations.
     "IEC301": "A mistake in an annotation of Tandem's",
     "IEC302": "API keys where there is no router",
@@ -73,6 +74,7 @@ _ERRORS = {
     "IEC406": "Prefillers and decoders cannot work together",
     "IEC407": "--port is not the port of modelInvocationPort",
     "IEC408": "A flag that hides the engine from the router",
+    "IEC409": "A mode in which LMCache hands over garbage or hangs",
 }
 
 _WARNINGS = {
