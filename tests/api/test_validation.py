@@ -169,7 +169,7 @@ def test_a_volume_without_a_name_is_not_offered_for_mounts() -> None:
 
 
 def test_a_size_that_is_none_is_told_by_its_variables_name() -> None:
-    for value, rule in (("8Gi", "IEC232"), ("1024", "IEC233")):
+    for value, rule in (("8Gi", "IEC232"), ("1024", "IEC237")):
         given = {"spec.worker.environmentVariables": [{"name": "PD_BUFFER_SIZE", "value": value}]}
         (finding,) = validate(with_fields(S3, given)).errors
         assert (finding.rule, finding.message.startswith("PD_BUFFER_SIZE")) == (rule, True)
@@ -392,7 +392,7 @@ def test_with_the_models_config_the_buffer_is_compared_exactly(tokens: str, enou
 def test_the_decoders_buffer_may_be_an_annotation() -> None:
     wish = {"tandem.dev/decode-env": '[{name: PD_BUFFER_SIZE, value: "1024"}]'}
     assert changed(S3, {"metadata.annotations": wish}) == [
-        ("IEC233", "metadata.annotations[tandem.dev/decode-env][0]")
+        ("IEC237", "metadata.annotations[tandem.dev/decode-env][0]")
     ]
 
 

@@ -39,7 +39,7 @@ print(json.dumps(found, default=str))
 KEYS = (
     "chunk_size,local_cpu,max_local_cpu_size,save_unfull_chunk,enable_pd,transfer_channel,nixl_backends,pd_role,"
     "pd_buffer_size,pd_buffer_device,pd_proxy_host,pd_proxy_port,pd_peer_host,pd_peer_init_port,"
-    "pd_peer_alloc_port,pd_backend_mode,remote_url,remote_serde,save_decode_cache,extra_config"
+    "pd_peer_alloc_port,pd_backend_mode,remote_url,remote_serde,save_decode_cache,use_layerwise,extra_config"
 )
 OF_HYPERPOD = Path(os.environ.get("LMCACHE_0_4_3", Path(sys.prefix) / "lmcache-0.4.3"))
 

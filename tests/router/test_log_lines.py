@@ -16,7 +16,7 @@ import pytest
 
 from tandem.http import Responder
 from tandem.prompt import NotExact
-from tandem.router.log_lines import LineRecord, LogLines
+from tandem.router.log_lines import LogLines
 
 from .conftest import SHORT, Start
 from .fakes import JSON, SSE, FakeEngine, Seen, local_counter
@@ -99,29 +99,27 @@ async def test_closing_leaves_no_line_behind(stream: Stream) -> None:
     handler.close()
 
 
-@pytest.mark.parametrize("kind", [logging.LogRecord, LineRecord])
 @pytest.mark.parametrize(
     ("said", "values"),
     [("said so", ()), ("said %s", ("so",)), ("said %(what)s", ({"what": "so"},)), ("{} %s", ({},))],
 )
 @pytest.mark.parametrize("created", [1795978425.117, 1795978425.9994, 1795978426.0, 1795978425.5])
 def test_lines_are_as_they_always_were(
-    stream: Stream, kind: type[logging.LogRecord], said: str, values: tuple[object, ...], created: float
+    stream: Stream, said: str, values: tuple[object, ...], created: float
 ) -> None:
     standard = logging.Formatter("%(asctime)s [%(levelname)s] %(message)s")
-    record = kind("x", logging.INFO, "f", 1, said, values, None)
+    record = logging.LogRecord("x", logging.INFO, "f", 1, said, values, None)
     record.created, record.msecs = created, int((created - int(created)) * 1000) + 0.0
     line = LogLines(stream).format(record)
     assert line == standard.format(record)
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[INFO\] ", line)
 
 
-@pytest.mark.parametrize("kind", [logging.LogRecord, LineRecord])
-def test_a_traceback_comes_with_its_line(stream: Stream, kind: type[logging.LogRecord]) -> None:
+def test_a_traceback_comes_with_its_line(stream: Stream) -> None:
     try:
         raise RuntimeError("the cause")
     except RuntimeError:
-        record = kind("x", logging.INFO, "f", 1, "said %s", ("so",), sys.exc_info())
+        record = logging.LogRecord("x", logging.INFO, "f", 1, "said %s", ("so",), sys.exc_info())
     first, *rest = LogLines(stream).format(record).splitlines()
     assert first.endswith("[INFO] said so")
     assert rest[-1] == "  RuntimeError: the cause"

@@ -41,7 +41,7 @@ from tandem.router.knowledge import Knowledge
 from tandem.router.legs import Legs
 from tandem.router.listening import listen, listening
 from tandem.router.local_counter import load_counter
-from tandem.router.log_lines import LineRecord, LogLines
+from tandem.router.log_lines import LogLines
 from tandem.router.metrics import Metrics
 from tandem.router.model_files import ModelFiles
 from tandem.router.notifications import Notifications
@@ -358,8 +358,9 @@ def run(config: RouterConfig) -> None:
 
     Raises OSError when it cannot listen, ValueError for a bad model; both name the flags.
     """
-    logging.setLogRecordFactory(LineRecord)
-    logging._srcfile = None  # so that callers are not looked up, either (the logging HOWTO's «Optimization»)
+    # Not in the format, so not worth looking up for each line (the logging HOWTO's «Optimization»).
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request to an API server
     logging.basicConfig(level=config.log_level.upper(), handlers=[LogLines(sys.stderr)])
     for told in without_effect(config):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 FORMAT = "%(asctime)s [%(levelname)s] %(message)s"
@@ -56,32 +55,6 @@ class LogLines(logging.StreamHandler[TextIO]):
             if held:
                 self.stream.write("".join(held))
             super().flush()
-
-
-class LineRecord(logging.LogRecord):
-    """What a line shows. Where in the code it was said, and in which thread, is not found out: that would
-    take longer than the line. To be set as the record factory."""
-
-    def __init__(
-        self,
-        name: str,
-        level: int,
-        pathname: str,
-        lineno: int,
-        msg: object,
-        args: Any,
-        exc_info: Any,
-        func: str | None = None,
-        sinfo: str | None = None,
-        **kwargs: object,
-    ) -> None:
-        self.name, self.levelno, self.levelname = name, level, logging.getLevelName(level)
-        self.msg = str(msg)
-        # One mapping alone is for a message with names in it.
-        self.args = args[0] if args and len(args) == 1 and args[0] and isinstance(args[0], Mapping) else args
-        self.exc_info, self.exc_text, self.stack_info = exc_info, None, sinfo
-        self.created = time.time()
-        self.msecs = float(int(self.created % 1 * 1000))
 
 
 class _Formatter(logging.Formatter):
