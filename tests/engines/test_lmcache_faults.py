@@ -249,17 +249,21 @@ async def test_nothing_of_a_client_that_left_stays_in_the_buffer(
     getattr(case.decoder, held or "holds").clear()
 
 
-async def test_a_prefiller_that_is_killed_in_the_middle_of_a_prefill(case: Case) -> None:
-    prompt = case.prompt(1000)
-    asking = asyncio.create_task(case.ask(prompt))
-    await case.computes(case.prefiller)
-    await case.engines.kill(case.prefiller)
-    answer = await asking
+async def answered_alone(case: Case, answer: Greedy, prompt: list[int]) -> None:
+    """A decoder has answered alone, and rightly, what a killed prefiller was at; it is started again."""
     assert path(answer) == "decode_only"
     assert await case.endpoint.counted() == Counter({ALONE: 1, ("prefill", "closed"): 1})
     assert case.decoder.seen("decode") == 0
     assert await case.is_right(answer, prompt)
     await case.engines.revive(case.prefiller)
+
+
+async def test_a_prefiller_that_is_killed_in_the_middle_of_a_prefill(case: Case) -> None:
+    prompt = case.prompt(1000)
+    asking = asyncio.create_task(case.ask(prompt))
+    await case.computes(case.prefiller)
+    await case.engines.kill(case.prefiller)
+    await answered_alone(case, await asking, prompt)
 
 
 async def test_a_prefiller_that_is_killed_in_the_middle_of_a_push(case: Case, plan: LocalPlan) -> None:
@@ -271,12 +275,7 @@ async def test_a_prefiller_that_is_killed_in_the_middle_of_a_push(case: Case, pl
         asking = asyncio.create_task(case.ask(prompt))
         await until(lambda: processes.unread_bytes(ports.alloc[0]))
         await case.engines.kill(case.prefiller)
-    answer = await asking
-    assert path(answer) == "decode_only"
-    assert await case.endpoint.counted() == Counter({ALONE: 1, ("prefill", "closed"): 1})
-    assert case.decoder.seen("decode") == 0
-    assert await case.is_right(answer, prompt)
-    await case.engines.revive(case.prefiller)
+    await answered_alone(case, await asking, prompt)
 
 
 @contextmanager

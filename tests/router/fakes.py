@@ -204,6 +204,20 @@ def streams(*pieces: bytes, whole: bool = True, then_hangs: bool = False) -> OnG
     return answer
 
 
+def streams_slowly(go_on: asyncio.Event) -> OnGenerate:
+    """An engine whose stream has a token at once, and its end when it is let go on."""
+
+    async def answer(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
+        responder.start(200, SSE)
+        responder.write(chunk("a"))
+        await go_on.wait()
+        responder.write(DONE)
+        responder.finish()
+        return True
+
+    return answer
+
+
 DONE = b"data: [DONE]\n\n"
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 ERROR = b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n'

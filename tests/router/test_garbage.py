@@ -68,28 +68,26 @@ async def test_requests_on_a_kept_connection(start: Start, body: dict[str, Any],
     assert not found
 
 
-async def test_connections(start: Start) -> None:
-    endpoint = await start()
+async def each_on_a_new_connection(endpoint: Endpoint, sent: bytes, until: bytes = b"") -> Counter[str]:
+    """What is found after requests whose clients read so far (as long as anything comes) and leave."""
     with collected() as found:
         for _ in range(REQUESTS):
             async with connected(endpoint) as (reader, writer):
-                writer.write(message(LONG))
-                await reader.readuntil(b"\r\n0\r\n\r\n")
+                writer.write(sent)
+                await (reader.readuntil(until) if until else reader.read(-1))
         await asyncio.sleep(0.1)
-    assert not found
+    return found
+
+
+async def test_connections(start: Start) -> None:
+    assert not await each_on_a_new_connection(await start(), message(LONG), b"\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("asked", [LONG, SHORT])
 async def test_clients_that_leave(start: Start, asked: dict[str, Any]) -> None:
     endpoint = await start()
     endpoint.decode[0].on_generate = streams(chunk("a"), chunk("b"), then_hangs=True)
-    with collected() as found:
-        for _ in range(REQUESTS):
-            async with connected(endpoint) as (reader, writer):
-                writer.write(message(asked))
-                await reader.readuntil(b"data: ")
-        await asyncio.sleep(0.1)
-    assert not found
+    assert not await each_on_a_new_connection(endpoint, message(asked), b"data: ")
 
 
 @pytest.mark.parametrize(
@@ -98,10 +96,4 @@ async def test_clients_that_leave(start: Start, asked: dict[str, Any]) -> None:
 async def test_engines_that_fail(start: Start, engine: OnGenerate) -> None:
     endpoint = await start(suspect_after=10**6, retry_ratio=1.0)
     endpoint.decode[0].on_generate = engine
-    with collected() as found:
-        for _ in range(REQUESTS):
-            async with connected(endpoint) as (reader, writer):
-                writer.write(message(SHORT, last=True))
-                await reader.read(-1)
-        await asyncio.sleep(0.1)
-    assert not found
+    assert not await each_on_a_new_connection(endpoint, message(SHORT, last=True))

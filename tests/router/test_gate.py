@@ -21,7 +21,7 @@ from tandem.sim import virtual
 
 from ..sim.helpers import in_virtual_time
 from .conftest import LONG, SHORT, Endpoint, Start
-from .fakes import DONE, SSE, FakeEngine, Seen, broken, chunk, eventually, local_counter
+from .fakes import DONE, FakeEngine, Seen, broken, chunk, eventually, local_counter, streams_slowly
 
 SOON = 0.05
 
@@ -356,16 +356,7 @@ async def test_however_a_request_ends_the_next_one_is_let_in(start: Start, how: 
 async def test_a_stream_keeps_its_place_until_its_end(start: Start) -> None:
     endpoint = await start(max_concurrent_requests=1)
     go_on = asyncio.Event()
-
-    async def slowly(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        responder.start(200, SSE)
-        responder.write(chunk("a"))
-        await go_on.wait()
-        responder.write(DONE)
-        responder.finish()
-        return True
-
-    endpoint.decode[0].on_generate = slowly
+    endpoint.decode[0].on_generate = streams_slowly(go_on)
     async with AsyncExitStack() as stack:
         request = endpoint.client.stream("POST", "/v1/completions", json={**SHORT, "stream": True})
         answer = await stack.enter_async_context(request)

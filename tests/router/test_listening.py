@@ -22,7 +22,7 @@ from tandem.router.reading import Reading
 
 from ..http.certificates import Authority
 from .conftest import SHORT, Endpoint, Start
-from .fakes import DONE, SSE, FakeEngine, Seen, chunk, eventually
+from .fakes import DONE, SSE, FakeEngine, Seen, chunk, eventually, streams_slowly
 from .lmcache_fakes import Hold
 
 SOON = 0.1
@@ -73,16 +73,7 @@ async def test_a_large_body_is_let_go_of_when_its_answer_begins(
     """An answer may take minutes, and as long as its reader likes."""
     endpoint = await start(prefill=legs - 1, max_body_bytes=150_000, max_held_bytes=150_000)
     go_on = asyncio.Event()
-
-    async def slowly(engine: FakeEngine, seen: Seen, responder: Responder) -> bool:
-        responder.start(200, SSE)
-        responder.write(chunk("a"))
-        await go_on.wait()
-        responder.write(DONE)
-        responder.finish()
-        return True
-
-    endpoint.decode[0].on_generate = slowly
+    endpoint.decode[0].on_generate = streams_slowly(go_on)
     bodies: list[bytes] = []
     read, stream = Reading.read, Client.stream
 

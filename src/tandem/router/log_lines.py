@@ -44,11 +44,6 @@ class LogLines(logging.StreamHandler[TextIO]):
         except Exception:
             self.handleError(record)
 
-    def format(self, record: logging.LogRecord) -> str:
-        if record.exc_info or record.exc_text or record.stack_info:
-            return super().format(record)
-        return f"{_TIMES.formatTime(record)} [{record.levelname}] {_line(record.getMessage())}"
-
     def flush(self) -> None:
         with self.lock:  # type: ignore[union-attr]  # a handler has one
             held, self._held = self._held, []
@@ -87,6 +82,3 @@ def _line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-_TIMES = _Formatter()
